@@ -1,0 +1,1 @@
+"""The kvs command line."""
