@@ -1,0 +1,154 @@
+"""The commands of kvs, and how they end.
+
+Exit codes: 0 done, 1 any error (one line on stderr; never a usage code of its own), 130 interrupted by Ctrl-C.
+Each command reads its own arguments through ``options.parse``: its flags are llama-server's, which no general command
+line library can read. A command's work is imported when it runs, so help and errors need none of it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated, Any, cast
+
+import typer
+from rich.console import Console
+from typer.core import TyperCommand
+
+from kvs_cli.completion import SHELLS, completion_script
+from kvs_cli.help import print_help
+from kvs_cli.logging import configure_logging
+from kvs_cli.options import Parsed, parse
+from kvs_core.errors import KvsError, SettingsError
+from kvs_core.settings.setting import Command
+from kvs_core.settings.typed import info_settings, logging_settings, run_settings
+from kvs_core.units import MIB
+
+COMMANDS: tuple[Command, ...] = ("run", "info")
+INTERRUPTED = 130
+
+# Click's class of usage errors. Typer carries its own copy of click since 0.26, so it is reached through typer.
+_UsageError = cast("type[Exception]", typer.BadParameter.__bases__[0])
+
+
+class _RawCommand(TyperCommand):
+    """A command that takes its arguments as they are."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.args = list(args)
+        return []
+
+
+app = typer.Typer(name="kvs", add_completion=False, context_settings={"help_option_names": ["-h", "--help"]},
+                  help="Run GGUF language models whose KV cache is larger than the memory you give it, exactly.")
+
+
+@app.callback(invoke_without_command=True)
+def _kvs(
+    ctx: typer.Context,
+    show_version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+    completion_bash: Annotated[bool, typer.Option("--completion-bash", help="Same as kvs completion bash.")] = False,
+) -> None:
+    if show_version:
+        print(f"kvs {_version()}")
+    elif completion_bash:
+        print(completion_script("bash", COMMANDS), end="")
+    elif ctx.invoked_subcommand is None:
+        print(ctx.get_help(), end="")
+    else:
+        return
+    raise typer.Exit(0)
+
+
+@app.command(cls=_RawCommand, help="Continue a prompt. kvs run --help shows its settings.")
+def run(ctx: typer.Context) -> None:
+    parsed = _begin("run", ctx.args)
+    settings = run_settings(parsed.values, parsed.explicit, parsed.positionals)
+    from kvs_cli.commands.run import execute
+
+    raise typer.Exit(execute(settings))
+
+
+@app.command(cls=_RawCommand, help="Show a model and its memory plan. kvs info --help shows its settings.")
+def info(ctx: typer.Context) -> None:
+    parsed = _begin("info", ctx.args)
+    settings = info_settings(parsed.values, parsed.positionals)
+    from kvs_cli.commands.info import execute
+
+    raise typer.Exit(execute(settings))
+
+
+@app.command(help="Print a completion script for a shell: bash, zsh or fish.")
+def completion(shell: Annotated[str, typer.Argument(help="bash, zsh or fish")] = "bash") -> None:
+    if shell not in SHELLS:
+        raise SettingsError(f"no completion for {shell!r}; use one of {', '.join(SHELLS)}")
+    print(completion_script(shell, COMMANDS), end="")
+
+
+def _begin(command: Command, argv: Sequence[str]) -> Parsed:
+    """Read the settings, do what ends the command early, print notices and set up logging."""
+    parsed = parse(argv, os.environ, command)
+    if _act(parsed, command):
+        raise typer.Exit(0)
+    for notice in parsed.notices:
+        print(notice, file=sys.stderr)
+    configure_logging(logging_settings(parsed.values))
+    return parsed
+
+
+def _act(parsed: Parsed, command: Command) -> bool:
+    """Do what was asked for instead of the command's work, such as ``--help``; False if nothing was."""
+    values = parsed.values
+    if values["help"] or values["help_all"]:
+        print_help(command, everything=values["help_all"], console=Console())
+    elif values["version"]:
+        print(f"kvs {_version()}")
+    elif values["completion_bash"]:
+        print(completion_script("bash", COMMANDS), end="")
+    elif values["list_devices"]:
+        print(f"cpu: NumPy on the host ({os.cpu_count()} cores, {_free_mib()} MiB free)")
+    elif values["cache_list"]:
+        print("--cache-list: kvs keeps no cache of downloads; give the model file with --model", file=sys.stderr)
+    else:
+        return False
+    return True
+
+
+def _free_mib() -> int:
+    """Host memory that can be had now, in MiB."""
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // MIB
+
+
+def _version() -> str:
+    try:
+        return version("kvs-llm")
+    except PackageNotFoundError:
+        return "from a source tree"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line ``argv`` (default: the process's) and return the exit code."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows ? instead of failing
+    try:
+        code = app(args=list(sys.argv[1:] if argv is None else argv), prog_name="kvs", standalone_mode=False)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except typer.Exit as leave:
+        return leave.exit_code
+    except KvsError as error:
+        return _fail(str(error))
+    except _UsageError as error:
+        return _fail(f"{cast('Any', error).format_message().rstrip('.')}; kvs --help lists what there is")
+    except (KeyboardInterrupt, typer.Abort):
+        return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # whoever read stdout has left
+        return 1
+
+
+def _fail(message: str) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return 1

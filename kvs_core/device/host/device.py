@@ -1,0 +1,240 @@
+"""The host playing an accelerator: NumPy for the ops, a real copy thread and real fences, one arena of exact size.
+
+It is the reference for numbers and the default where there is no GPU. ``HostDebug`` makes it hostile: copies are slow,
+what nobody may read is poisoned, copies and allocations fail on demand, so that a missing wait shows as a wrong bit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from kvs_core.device.base import Buffer, Capabilities, Counters, Progress, Stream, Weight
+from kvs_core.device.host.machine import available_ram_bytes, fix_blas_threads
+from kvs_core.device.host.ops import HostOps
+from kvs_core.device.host.ops.basic import matmul
+from kvs_core.device.host.streams import ComputeStream, CopyStream
+from kvs_core.device.host.weights import HeldMatrix, HostWeights, aligned_bytes
+from kvs_core.errors import DeviceError
+from kvs_core.formats.gguf import TensorInfo
+from kvs_core.formats.quants import dequantize_rows
+from kvs_core.memory.phases import Phase
+from kvs_core.paging.geometry import KvType
+from kvs_core.units import MIB
+
+_POISON = 0xFF   # NaN as float32, as float16 and as a block's scale
+
+# Products small and large, square and flat, with one BLAS thread and with several.
+_PROBE_SHAPES = ((7, 33), (64, 64), (576, 576), (1536, 576), (576, 1536), (2048, 1024))
+_PROBE_ROWS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class HostDebug:
+    """What a test may have a host device do.
+
+    copy_delay     gives the seconds that each copy waits before it begins; called on the copy threads
+    poison         the arena, discarded buffers, and the target of a copy from its turn until it is done, read as 0xFF
+    fail_copy_at   the copy of that number, counted from 0 over both copy streams, fails
+    fail_alloc_at  the allocation of that number (arena, device or pinned memory, counted from 0) fails
+    round_q        see ``HostOps``
+    """
+
+    copy_delay: Callable[[], float] | None = None
+    poison: bool = False
+    fail_copy_at: int | None = None
+    fail_alloc_at: int | None = None
+    round_q: bool = False
+
+
+class HostDevice:
+    """``Device`` on this machine's cores and RAM. ``compute`` is the calling thread, so one thread uses a device."""
+
+    name = "cpu"
+
+    def __init__(
+        self, threads: int | None = None, *, debug: HostDebug | None = None, memory_limit_bytes: int | None = None
+    ) -> None:
+        """Start the streams, and check that decode products are row-invariant.
+
+        threads             BLAS threads, fixed for the whole process; None: one per available core
+        memory_limit_bytes  float32 weights held at most; None: most of the available RAM
+        Raises ``DeviceError`` if the BLAS gives a row other bits when its neighbours change.
+        """
+        self.threads = fix_blas_threads(threads)
+        _check_row_invariance(self.threads)
+        self.capabilities = Capabilities(
+            device=self.name,
+            kv_pairs=frozenset(itertools.product(KvType, KvType)),
+            head_dims=None,
+            max_decode_rows=_PROBE_ROWS,
+        )
+        self.ops = HostOps(round_q=debug is not None and debug.round_q)
+        self.compute = ComputeStream()
+        self.copy = CopyStream("copy")
+        self.publish = CopyStream("publish")
+        self._debug = debug or HostDebug()
+        self.ops = HostOps(round_q=self._debug.round_q)
+        self._weights = HostWeights(memory_limit_bytes)
+        self._arena = np.empty(0, np.uint8)
+        self._vector_bytes = 0
+        self._state_bytes = 0
+        self._copy_numbers = itertools.count()
+        self._alloc_numbers = itertools.count()
+        self._link_bytes_per_s: float | None = None
+
+    def allocate_arena(self, size_bytes: int) -> None:
+        """See ``Device``. The memory begins at a page and is not cleared."""
+        assert self._arena.size == 0, "the arena is allocated once"
+        self._arena = self._allocate_bytes(size_bytes, "the arena")
+        self.discard(self._arena)
+
+    def arena_view(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any] | type) -> Buffer:
+        """See ``Device``."""
+        item = np.dtype(dtype)
+        end = offset + prod(shape) * item.itemsize
+        assert 0 <= offset <= end <= self._arena.size, f"bytes [{offset}, {end}) of an arena of {self._arena.size}"
+        assert offset % item.itemsize == 0, f"{item} at offset {offset}"
+        return self._arena[offset:end].view(item).reshape(shape)
+
+    def allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any] | type) -> Buffer:
+        """See ``Device``."""
+        item = np.dtype(dtype)
+        memory = self._allocate_bytes(prod(shape) * item.itemsize, "recurrent state")
+        memory[:] = 0
+        self._state_bytes += memory.size
+        return memory.view(item).reshape(shape)
+
+    def allocate_pinned(self, size_bytes: int) -> np.ndarray:
+        """See ``Device``. All host memory is as good; it is not cleared."""
+        memory = self._allocate_bytes(size_bytes, "the KV history")
+        self.discard(memory)
+        return memory
+
+    def load_vector(self, info: TensorInfo) -> Buffer:
+        """See ``Device``."""
+        rows = info.n_elements // info.shape[0]
+        values = dequantize_rows(info, 0, rows).reshape(info.shape[::-1])
+        self._vector_bytes += values.nbytes
+        return values
+
+    def load_matrix(self, info: TensorInfo) -> Weight:
+        """See ``Device``. The same tensor is the same weight, so a tied output head costs nothing."""
+        return self._weights.matrix(info)
+
+    def prepare_weights(self, infos: Sequence[TensorInfo], progress: Progress | None = None) -> None:
+        """See ``Device`` and ``HostWeights.prepare``."""
+        self._weights.prepare(infos, progress)
+
+    def enqueue_copy(self, dst: Buffer, src: Buffer, stream: Stream) -> None:
+        """See ``Device``. On ``compute`` the copy is done at once."""
+        assert dst.dtype == src.dtype == np.uint8
+        assert dst.nbytes == src.nbytes, f"{src.nbytes} bytes into {dst.nbytes}"
+        assert dst.flags.c_contiguous
+        assert src.flags.c_contiguous
+        target, source = dst.reshape(-1), src.reshape(-1)
+        if isinstance(stream, CopyStream):
+            number = next(self._copy_numbers)
+            stream.enqueue_copy(target.nbytes, lambda: self._copy(target, source, number))
+        else:
+            assert stream is self.compute
+            np.copyto(target, source)
+            self.compute.copied_bytes += target.nbytes
+            self.compute.copies += 1
+
+    def discard(self, buffer: Buffer) -> None:
+        """See ``Device``."""
+        if self._debug.poison:
+            buffer.view(np.uint8)[...] = _POISON
+
+    def download(self, buffer: Buffer) -> np.ndarray:
+        """See ``Device``."""
+        host: np.ndarray = np.array(buffer)
+        return host
+
+    def drop_captured(self) -> None:
+        """See ``Device``. The host captures nothing."""
+
+    def free_bytes(self) -> int:
+        """See ``Device``: what the system says can be had without swapping."""
+        return available_ram_bytes()
+
+    def counters(self) -> Counters:
+        """See ``Device``."""
+        return Counters(
+            copy_bytes=self.copy.copied_bytes,
+            copy_calls=self.copy.copies,
+            publish_bytes=self.publish.copied_bytes,
+            publish_calls=self.publish.copies,
+            stall_ns=self.compute.stall_ns,
+        )
+
+    def link_bytes_per_s(self) -> float:
+        """See ``Device``. The host's link is its memory; measured once, on the first call."""
+        if self._link_bytes_per_s is None:
+            source, target = np.zeros(16 * MIB, np.uint8), np.ones(16 * MIB, np.uint8)
+            best = float("inf")
+            for _ in range(3):
+                start = time.perf_counter()
+                np.copyto(target, source)
+                best = min(best, time.perf_counter() - start)
+            self._link_bytes_per_s = source.nbytes / best
+        return self._link_bytes_per_s
+
+    def memory_report(self) -> dict[str, int]:
+        """See ``Device``. Weights used where the file is mapped do not count."""
+        return {
+            "weights": self._weights.held_bytes + self._vector_bytes,
+            "state": self._state_bytes,
+            "arena": self._arena.size,
+        }
+
+    def close(self) -> None:
+        """See ``Device``. Copies that have not begun are dropped; their fences raise ``DeviceError``."""
+        self.copy.close()
+        self.publish.close()
+        self._arena = np.empty(0, np.uint8)
+        self._weights = HostWeights(0)
+
+    def _copy(self, target: Buffer, source: Buffer, number: int) -> None:
+        self.discard(target)
+        if self._debug.copy_delay is not None:
+            time.sleep(self._debug.copy_delay())
+        if number == self._debug.fail_copy_at:
+            raise DeviceError(f"copy {number} of {target.nbytes} bytes failed, as asked for")
+        np.copyto(target, source)
+
+    def _allocate_bytes(self, size_bytes: int, purpose: str) -> np.ndarray:
+        if next(self._alloc_numbers) == self._debug.fail_alloc_at:
+            raise DeviceError(f"{size_bytes} bytes for {purpose} cannot be had, as asked for")
+        return aligned_bytes(size_bytes, purpose)
+
+
+@cache
+def _check_row_invariance(threads: int) -> None:
+    """Compare rows multiplied together with the same rows alone, at another address, bit for bit.
+
+    Products of a fixed shape should be safe; whether they are is up to the BLAS, so it is tried. The answer holds for
+    the process as long as its thread count does.
+    """
+    rng = np.random.default_rng(0)
+    for n_out, n_in in _PROBE_SHAPES:
+        weight = HeldMatrix("probe", rng.random((n_out, n_in), np.float32) - np.float32(0.5))
+        x = rng.random((_PROBE_ROWS, n_in), np.float32) - np.float32(0.5)
+        together = np.empty((_PROBE_ROWS, n_out), np.float32)
+        matmul(x, weight, together, phase=Phase.DECODE)
+        for row in range(_PROBE_ROWS):
+            alone = np.empty((1, n_out), np.float32)
+            matmul(x[row : row + 1].copy(), weight, alone, phase=Phase.DECODE)
+            if alone.tobytes() != together[row].tobytes():
+                raise DeviceError(
+                    f"with {threads} threads this machine's BLAS gives a row of a [{n_out}, {n_in}] product other bits "
+                    "beside other rows; try --threads 1, or a NumPy with OpenBLAS"
+                )

@@ -1,0 +1,124 @@
+"""Plain NumPy forms of the elementwise and matrix ops: the reference for every other device.
+
+In DECODE a row's bits must not depend on the number of rows. Elementwise NumPy loops and sums over the last axis of an
+array do not; a BLAS product does, so each row has its own matrix-vector product.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from kvs_core.device.base import Buffer, RopeTable, Weight
+from kvs_core.device.host.weights import HostMatrix
+from kvs_core.memory.phases import Phase
+
+_EXP_LIMIT = np.float32(88.0)   # exp of it is still a float32
+
+
+def sigmoid(x: Buffer) -> Buffer:
+    """1 / (1 + exp(-x)), a new array; below -88 as at -88, which is less than the smallest normal float32."""
+    out = np.negative(x)
+    np.minimum(out, _EXP_LIMIT, out=out)
+    np.exp(out, out=out)
+    out += np.float32(1.0)
+    np.reciprocal(out, out=out)
+    return out
+
+
+def silu(x: Buffer) -> Buffer:
+    """x * sigmoid(x), a new array."""
+    out = sigmoid(x)
+    out *= x
+    return out
+
+
+def embed(table: Weight, tokens: np.ndarray, out: Buffer) -> None:
+    """See ``Ops.embed``."""
+    assert isinstance(table, HostMatrix)
+    assert len(tokens) == 0 or (tokens.min() >= 0 and tokens.max() < table.n_out)
+    for row, token in zip(out, tokens.tolist(), strict=True):
+        row[:] = table.read(token, 1)[0]
+
+
+def matmul(x: Buffer, weight: Weight, out: Buffer, *, phase: Phase) -> None:
+    """See ``Ops.matmul``."""
+    assert isinstance(weight, HostMatrix)
+    assert x.shape[1] == weight.n_in
+    assert out.shape == (len(x), weight.n_out)
+    for columns, values in weight.pieces():
+        if phase is Phase.PREFILL:
+            np.matmul(x, values.T, out=out[:, columns])
+        else:
+            for x_row, out_row in zip(x, out, strict=True):
+                np.dot(values, x_row, out=out_row[columns])
+
+
+def rms_norm(x: Buffer, weight: Buffer, out: Buffer, *, eps: float) -> None:
+    """See ``Ops.rms_norm``."""
+    mean = np.mean(np.square(x), axis=-1, keepdims=True)
+    mean += np.float32(eps)
+    np.sqrt(mean, out=mean)
+    np.divide(x, mean, out=out)
+    out *= weight
+
+
+def add(x: Buffer, y: Buffer) -> None:
+    """See ``Ops.add``."""
+    np.add(x, y, out=x)
+
+
+def add_bias(x: Buffer, bias: Buffer) -> None:
+    """See ``Ops.add_bias``."""
+    np.add(x, bias, out=x)
+
+
+def swiglu(gate: Buffer, up: Buffer, out: Buffer) -> None:
+    """See ``Ops.swiglu``."""
+    np.multiply(silu(gate), up, out=out)
+
+
+def gate_heads(x: Buffer, gate: Buffer) -> None:
+    """See ``Ops.gate_heads``."""
+    np.multiply(x, sigmoid(gate), out=x)
+
+
+def rope(x: Buffer, first_position: int, table: RopeTable) -> None:
+    """See ``Ops.rope``. Angles are float64: at position 262,143 a float32 angle would be off by 0.01."""
+    positions = np.arange(first_position, first_position + len(x), dtype=np.float64)
+    angles = np.multiply.outer(positions, table.inv_freq)[:, None, :]
+    cos = (table.magnitude * np.cos(angles)).astype(np.float32)
+    sin = (table.magnitude * np.sin(angles)).astype(np.float32)
+    n_rot = table.n_rot
+    if table.interleaved:
+        left, right = x[..., 0:n_rot:2], x[..., 1:n_rot:2]
+    else:
+        left, right = x[..., : n_rot // 2], x[..., n_rot // 2 : n_rot]
+    turned = left * cos - right * sin
+    right[...] = right * cos + left * sin
+    left[...] = turned
+
+
+def hadamard(x: Buffer, block: int) -> None:
+    """See ``Ops.hadamard``.
+
+    The matrix is the m-fold Kronecker power of [[1, 1], [1, -1]], block = 2**m. Applying it to the last bit of the
+    index and moving that bit to the front, m times, does all bits and leaves their order, with long inner loops.
+    """
+    assert block > 0
+    assert block & (block - 1) == 0
+    assert x.shape[-1] % block == 0
+    values = x.reshape(-1, block)
+    half = block // 2
+    for _ in range(block.bit_length() - 1):
+        even, odd = values[:, 0::2], values[:, 1::2]
+        values = np.empty_like(values)
+        np.add(even, odd, out=values[:, :half])
+        np.subtract(even, odd, out=values[:, half:])
+    np.multiply(values.reshape(x.shape), np.float32(1.0 / math.sqrt(block)), out=x)
+
+
+def scale(x: Buffer, factor: float) -> None:
+    """See ``Ops.scale``."""
+    np.multiply(x, np.float32(factor), out=x)

@@ -1,0 +1,167 @@
+"""A model's matrices on the host: held as float32, or left in the mapped file and dequantised piece by piece.
+
+Both kinds hand out the same row pieces, of at most ``PIECE_BYTES`` of float32, and every product is made piece by
+piece: a BLAS may add in another order for another shape, so only so does a result not depend on how a matrix is held.
+Within a piece all rows of a step are multiplied before the next piece is read: it is still in the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import numpy.typing as npt
+from gguf import GGMLQuantizationType
+
+from kvs_core.device.base import Progress
+from kvs_core.device.host.machine import available_ram_bytes
+from kvs_core.errors import DeviceError
+from kvs_core.formats.gguf import TensorInfo
+from kvs_core.formats.quants import dequantize_rows
+from kvs_core.units import MIB
+
+Floats = npt.NDArray[np.float32]
+
+PIECE_BYTES = 8 * MIB
+"""Float32 bytes of a piece: small beside a last-level cache, large beside the start of a threaded product."""
+
+_HELD_SHARE = 0.6    # of the available RAM; the rest is for the KV history, the arena and the mapped file
+_LOAD_THREADS = 2
+_ALIGNMENT = 4096
+
+
+def aligned_bytes(size_bytes: int, purpose: str) -> npt.NDArray[np.uint8]:
+    """Unset memory that begins at a page. Raises ``DeviceError`` if there is not that much."""
+    available = available_ram_bytes()
+    if size_bytes <= available:
+        try:
+            memory = np.empty(size_bytes + _ALIGNMENT, np.uint8)
+        except MemoryError:
+            pass
+        else:
+            start = -memory.ctypes.data % _ALIGNMENT
+            return memory[start : start + size_bytes]
+    raise DeviceError(
+        f"{-(-size_bytes // MIB)} MiB of RAM for {purpose} cannot be had, {available // MIB} MiB are available; "
+        "use a smaller context, arena or model, or end other programs"
+    )
+
+
+class HostMatrix:
+    """A matrix [n_out, n_in] of float32 values. Subclasses say where they are."""
+
+    def __init__(self, name: str, n_out: int, n_in: int) -> None:
+        self.name = name
+        self.n_out = n_out
+        self.n_in = n_in
+        self.piece_rows = min(n_out, max(1, PIECE_BYTES // (4 * n_in)))
+
+    def read(self, first: int, rows: int) -> Floats:
+        """Rows [first, first + rows), contiguous; good until the next call. At most ``piece_rows``."""
+        raise NotImplementedError
+
+    def pieces(self) -> Iterator[tuple[slice, Floats]]:
+        """The rows of each piece and its values, in order; the values are good until the next piece is asked for."""
+        for first in range(0, self.n_out, self.piece_rows):
+            rows = min(self.piece_rows, self.n_out - first)
+            yield slice(first, first + rows), self.read(first, rows)
+
+
+class HeldMatrix(HostMatrix):
+    """Values in memory, or in a mapped file that holds float32."""
+
+    def __init__(self, name: str, values: Floats) -> None:
+        assert values.flags.c_contiguous
+        super().__init__(name, *values.shape)
+        self._values = values
+
+    def read(self, first: int, rows: int) -> Floats:
+        """A view."""
+        return self._values[first : first + rows]
+
+
+class MappedMatrix(HostMatrix):
+    """A quantised matrix in a mapped file. All matrices of a device share one scratch for the piece in use."""
+
+    def __init__(self, info: TensorInfo, scratch: Floats) -> None:
+        n_in, n_out = info.shape
+        super().__init__(info.name, n_out, n_in)
+        self._info = info
+        self._scratch = scratch
+
+    def read(self, first: int, rows: int) -> Floats:
+        """Rows dequantised into the scratch."""
+        out = self._scratch[: rows * self.n_in].reshape(rows, self.n_in)
+        return dequantize_rows(self._info, first, rows, out)
+
+
+class HostWeights:
+    """The matrices of a model. A matrix that ``prepare`` was not given stays in the file: right for a table that only
+    ``embed`` reads, a few rows at a time."""
+
+    def __init__(self, limit_bytes: int | None) -> None:
+        """``limit_bytes`` of float32 matrices are held at most; None: a share of the RAM available at ``prepare``."""
+        self.held_bytes = 0
+        self._limit_bytes = limit_bytes
+        self._matrices: dict[str, HostMatrix] = {}
+        self._scratch: Floats | None = None
+
+    def prepare(self, infos: Sequence[TensorInfo], progress: Progress | None = None) -> None:
+        """Hold, in the order given, each matrix that still fits the limit; the others stay in the file.
+
+        Float32 tensors are used where they are mapped and do not count. Progress is in bytes of the file.
+        """
+        limit = self._limit_bytes
+        if limit is None:
+            limit = self.held_bytes + int(_HELD_SHARE * available_ram_bytes())
+        wanted = {info.name: info for info in infos if info.name not in self._matrices}
+        held: list[tuple[TensorInfo, Floats]] = []
+        for info in wanted.values():
+            n_in, n_out = info.shape
+            size = 4 * info.n_elements
+            if info.quant is not GGMLQuantizationType.F32 and self.held_bytes + size <= limit:
+                values = aligned_bytes(size, f"tensor {info.name}").view(np.float32).reshape(n_out, n_in)
+                self.held_bytes += size
+                self._matrices[info.name] = HeldMatrix(info.name, values)
+                held.append((info, values))
+            else:
+                self._matrices[info.name] = self._in_file(info)
+        _fill(held, progress)
+
+    def matrix(self, info: TensorInfo) -> HostMatrix:
+        """The matrix of that name."""
+        found = self._matrices.get(info.name)
+        if found is None:
+            found = self._matrices[info.name] = self._in_file(info)
+        return found
+
+    def _in_file(self, info: TensorInfo) -> HostMatrix:
+        n_in, n_out = info.shape
+        if info.quant is GGMLQuantizationType.F32:
+            return HeldMatrix(info.name, info.data.view(np.float32).reshape(n_out, n_in))
+        needed = max(PIECE_BYTES // 4, n_in)
+        if self._scratch is None or self._scratch.size < needed:
+            self._scratch = aligned_bytes(4 * needed, "a piece of a matrix").view(np.float32)
+        return MappedMatrix(info, self._scratch)
+
+
+def _fill(held: Sequence[tuple[TensorInfo, Floats]], progress: Progress | None) -> None:
+    """Dequantise each tensor into its array, by pieces on a few threads: NumPy works outside the interpreter lock."""
+    total = sum(info.n_bytes for info, _ in held)
+    jobs = []
+    for info, values in held:
+        rows = max(1, PIECE_BYTES // (4 * values.shape[1]))
+        jobs += [(info, first, values[first : first + rows]) for first in range(0, len(values), rows)]
+
+    def fill(job: tuple[TensorInfo, int, Floats]) -> int:
+        info, first, out = job
+        dequantize_rows(info, first, len(out), out)
+        return info.n_bytes * out.size // info.n_elements
+
+    done = 0
+    with ThreadPoolExecutor(_LOAD_THREADS) as pool:
+        for size in pool.map(fill, jobs):
+            done += size
+            if progress is not None:
+                progress(done, total)

@@ -1,0 +1,208 @@
+"""Engine: builds the rooms for one model on one device, owns the phase, and runs steps.
+
+    file -> model -> page geometry -> memory plan -> arena -> KvStream, RecurrentState, Handover
+
+    with engine.step(tokens, phase) as step:
+        logits = step.logits()          [n, V] on the host
+        step.settle(keep)               commit the first ``keep`` rows of KV and recurrent state
+
+Leaving the block without ``settle`` drops the step's rows. One sequence at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from types import TracebackType
+
+import numpy as np
+
+from kvs_core.device.base import Buffer, Device
+from kvs_core.engine.budget import PoolNeed, page_geometry, phase_buffers, plan_memory, pool_need
+from kvs_core.formats.gguf import GgufFile
+from kvs_core.memory.arena import Arena
+from kvs_core.memory.phases import MemoryPlan, Phase
+from kvs_core.models.blocks import Batch
+from kvs_core.models.recurrent import RecurrentState
+from kvs_core.models.registry import load_model
+from kvs_core.models.rope import RopeOverrides
+from kvs_core.models.spec import ModelSpec
+from kvs_core.paging.residency import ResidencyConfig, ResidencyMode
+from kvs_core.settings.rooms import ContextPlan, ContextSettings, KvSettings, RopeSettings
+from kvs_core.streaming.handover import Handover, Layout
+from kvs_core.streaming.kv_stream import KvStats, KvStep, KvStream
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class KvReport:
+    """Counters of the KV machinery since the engine was built. Bytes and milliseconds."""
+
+    mode: str
+    arena_bytes: int
+    page_tokens: int
+    page_bytes: int
+    stats: KvStats
+    h2d_bytes: int
+    h2d_calls: int
+    d2h_bytes: int
+    stall_ms: float
+
+
+class Engine:
+    """One model, one device, one sequence."""
+
+    def __init__(
+        self,
+        file: GgufFile,
+        device: Device,
+        *,
+        context: ContextSettings,
+        kv: KvSettings,
+        rope: RopeSettings,
+        progress: Progress | None = None,
+    ) -> None:
+        """Load the model and reserve all memory. Raises ``KvsError`` of the kind that fits; nothing runs before."""
+        self._device = device
+        overrides = RopeOverrides(**{field.name: getattr(rope, field.name) for field in fields(rope)})
+        self._model = load_model(file, device, rope=overrides, progress=progress)
+        spec = self._model.spec
+        self.context: ContextPlan = context.plan(spec.n_ctx_train)
+        self.geometry = page_geometry(spec.kv_layers, kv)
+        device.capabilities.check(self.geometry)
+        mode = ResidencyMode.parse(kv.residency_mode)
+        self._mode = mode
+        buffers = phase_buffers(self._model, self.geometry, self.context)
+        self.need: PoolNeed = pool_need(self.geometry, len(spec.kv_layers), self.context, mode)
+        self.memory: MemoryPlan = plan_memory(self.geometry, self.need, buffers, kv, device.free_bytes())
+        device.allocate_arena(self.memory.arena_bytes)
+        config = ResidencyConfig(
+            mode=mode,
+            layers=len(spec.kv_layers),
+            page_bytes=self.geometry.page_bytes,
+            ring_slots=kv.ring_slots,
+            run_pages=kv.run_pages,
+            link_bytes_per_s=device.link_bytes_per_s(),
+        )
+        self._kv = KvStream(device, self.geometry, config, self.context.context_tokens)
+        self._state = RecurrentState(spec, device)
+        self._handover = Handover(device, Arena(self.memory.arena_bytes), self.memory, self._kv, buffers)
+        self._layout: Layout = self._handover.start(Phase.PREFILL)
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model's sizes."""
+        return self._model.spec
+
+    @property
+    def device_name(self) -> str:
+        """The device in use."""
+        return self._device.name
+
+    @property
+    def committed(self) -> int:
+        """Tokens whose rows count."""
+        return self._kv.cache.committed
+
+    @property
+    def phase(self) -> Phase:
+        """The layout in use."""
+        return self._layout.phase
+
+    @property
+    def logit_rows(self) -> int:
+        """Rows whose logits one call of ``Step.logits`` holds on the device; more are computed in turns."""
+        return int(self._layout.workspace["logits"].shape[0])
+
+    def enter(self, phase: Phase) -> None:
+        """Change the arena's layout to ``phase`` if it is another. On failure the session goes on in the old one or is closed."""
+        if self._layout.phase is not phase:
+            self._layout = self._handover.change(self._layout, phase)
+
+    def step(self, tokens: Sequence[int], phase: Phase) -> Step:
+        """Run the rows ``tokens`` behind the committed ones. Enters ``phase`` first."""
+        self.enter(phase)
+        if phase is Phase.PREFILL:
+            self._state.flush()
+        return Step(self, np.asarray(tokens, dtype=np.int32), phase)
+
+    def report(self) -> KvReport:
+        """Counters for summaries."""
+        counters = self._device.counters()
+        return KvReport(
+            mode=self._mode.value,
+            arena_bytes=self.memory.arena_bytes,
+            page_tokens=self.geometry.page_tokens,
+            page_bytes=self.geometry.page_bytes,
+            stats=self._kv.stats(),
+            h2d_bytes=counters.copy_bytes,
+            h2d_calls=counters.copy_calls,
+            d2h_bytes=counters.publish_bytes,
+            stall_ms=counters.stall_ns / 1e6,
+        )
+
+    def memory_report(self) -> dict[str, int]:
+        """Bytes by purpose."""
+        return self._device.memory_report() | {"history": self._kv.stats().history_bytes}
+
+    def publish(self) -> None:
+        """Bring every committed row home and wait for it."""
+        self._kv.publish_dirty()
+        self._kv.drain()
+
+    def close(self) -> None:
+        """Stop copies and give memory back. Idempotent."""
+        self._device.close()
+        self._kv.close()
+
+
+class Step:
+    """One step, run at birth: its rows are computed and wait for ``settle``."""
+
+    def __init__(self, engine: Engine, tokens: np.ndarray, phase: Phase) -> None:
+        self._engine = engine
+        self._rows = len(tokens)
+        self._kv: KvStep = engine._kv.begin(self._rows, phase)
+        self._settled = False
+        try:
+            batch = Batch(tokens, self._kv.first_position, phase)
+            self._hidden: Buffer = engine._model.forward(batch, self._kv, engine._state, engine._layout.workspace)
+        except BaseException:
+            self._drop()
+            raise
+
+    def __enter__(self) -> Step:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._settled:
+            self._drop()
+
+    def logits(self, first_row: int | None = None) -> np.ndarray:
+        """Logits float32 [n, V] of rows [first_row, T), on the host; by default of the last row alone."""
+        engine = self._engine
+        first_row = self._rows - 1 if first_row is None else first_row
+        parts = []
+        for row in range(first_row, self._rows, engine.logit_rows):
+            rows = self._hidden[row : min(row + engine.logit_rows, self._rows)]
+            parts.append(engine._device.download(engine._model.logits(rows, engine._layout.workspace)))
+        return np.concatenate(parts)
+
+    def settle(self, keep: int | None = None) -> None:
+        """Commit the first ``keep`` rows (default: all), drop the rest."""
+        keep = self._rows if keep is None else keep
+        self._settled = True
+        try:
+            self._engine._state.settle(keep)
+        except BaseException:
+            self._kv.__exit__(None, None, None)
+            raise
+        self._kv.settle(keep)
+
+    def _drop(self) -> None:
+        self._settled = True
+        self._engine._state.drop()
+        self._kv.__exit__(None, None, None)

@@ -1,0 +1,84 @@
+"""Session: one conversation on an engine: which tokens it holds, and where it stands.
+
+    tokens[0 : committed]    have their rows in KV and state
+    tokens[committed : ]     the tail: at most the one token sampled last
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from kvs_core.engine.engine import Engine
+from kvs_core.errors import ContextError
+from kvs_core.memory.phases import Phase
+
+PrefillProgress = Callable[[int, int], None]
+"""Called with (tokens done, tokens in all)."""
+
+
+class Session:
+    """The tokens of one sequence and the steps that extend it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.tokens: list[int] = []
+
+    @property
+    def context_left(self) -> int:
+        """Tokens that can still be added."""
+        return self.engine.context.context_tokens - len(self.tokens)
+
+    def check_prompt(self, prompt_tokens: int) -> None:
+        """``ContextError`` unless a prompt of that many tokens leaves room for one more."""
+        context = self.engine.context.context_tokens
+        if prompt_tokens >= context:
+            raise ContextError(
+                f"the prompt has {prompt_tokens} tokens, the context holds {context} and must leave room for one more; "
+                "raise --ctx-size or shorten the prompt",
+                prompt_tokens=prompt_tokens,
+                context_tokens=context,
+            )
+
+    def prefill(
+        self, prompt: Sequence[int], *, progress: PrefillProgress | None = None, all_logits: bool = False
+    ) -> np.ndarray:
+        """Run the prompt in batches of ubatches; logits float32 [1, V] of its last token, or [T, V] of all.
+
+        ``ContextError`` if it does not fit; then nothing has happened.
+        """
+        assert len(prompt) > 0, "an empty prompt"
+        self.check_prompt(len(self.tokens) + len(prompt))
+        logits: list[np.ndarray] = []
+        done = 0
+        for rows in ubatches(len(prompt), self.engine.context.batch_tokens, self.engine.context.ubatch_tokens):
+            part = prompt[done : done + rows]
+            with self.engine.step(part, Phase.PREFILL) as step:
+                done += rows
+                if all_logits:
+                    logits.append(step.logits(0))
+                elif done == len(prompt):
+                    logits.append(step.logits())
+                step.settle()
+            self.tokens.extend(part)
+            if progress is not None:
+                progress(done, len(prompt))
+        return np.concatenate(logits)
+
+    def decode(self, token: int) -> np.ndarray:
+        """Add one token and return the logits float32 [V] that follow it."""
+        with self.engine.step([token], Phase.DECODE) as step:
+            logits = step.logits()[0]
+            step.settle()
+        self.tokens.append(token)
+        return np.asarray(logits)
+
+
+def ubatches(tokens: int, batch_tokens: int, ubatch_tokens: int) -> list[int]:
+    """Rows of each prefill step: batches cut into ubatches, as llama-server cuts them."""
+    sizes = []
+    for start in range(0, tokens, batch_tokens):
+        batch = min(batch_tokens, tokens - start)
+        sizes += [min(ubatch_tokens, batch - at) for at in range(0, batch, ubatch_tokens)]
+    return sizes

@@ -1,0 +1,78 @@
+"""A model ready to run: embedding, a mixer and a feed-forward part per layer, output norm and head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kvs_core.device.base import Buffer, Device, Weight
+from kvs_core.device.workspace import BufferSpec, Workspace
+from kvs_core.memory.phases import Phase
+from kvs_core.models.blocks import ACTIVATION, Attention, Batch, DeltaNet, FeedForward, KvView, Step, residual_buffers
+from kvs_core.models.recurrent import RecurrentState
+from kvs_core.models.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer of the trunk."""
+
+    mixer: Attention | DeltaNet
+    feed_forward: FeedForward
+
+
+class Model:
+    """The forward pass of any arch, from its parts."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        device: Device,
+        *,
+        embedding: Weight,
+        layers: Sequence[Layer],
+        output_norm: Buffer,
+        head: Weight,
+    ) -> None:
+        self.spec = spec
+        self._ops = device.ops
+        self._embedding = embedding
+        self._layers = tuple(layers)
+        self._output_norm = output_norm
+        self._head = head
+
+    def workspace(self, rows: int) -> list[BufferSpec]:
+        """The buffers of ``forward`` for steps of up to ``rows`` rows."""
+        return list(dict.fromkeys(self._buffers(rows)))
+
+    def logit_workspace(self, rows: int) -> list[BufferSpec]:
+        """The buffer of ``logits`` for up to ``rows`` rows. No other call writes to it."""
+        return [BufferSpec("logits", (rows, self.spec.n_vocab), ACTIVATION)]
+
+    def forward(self, batch: Batch, kv: KvView, state: RecurrentState | None, ws: Workspace) -> Buffer:
+        """Run a step and return its hidden rows after output_norm, [T, E], in the workspace until the next call.
+
+        Adds the step's keys and values to ``kv`` and begins a step of ``state``: the caller settles or drops both.
+        ``state`` may be None for a model without recurrent layers. ``ws`` holds at least ``workspace(T)``.
+        """
+        assert 0 <= batch.tokens.min() <= batch.tokens.max() < self.spec.n_vocab, "a token outside the vocabulary"
+        if state is not None:
+            state.begin(batch.phase, batch.rows)
+        step = Step(self._ops, batch, kv, state, ws, self.spec.rms_eps)
+        self._ops.embed(self._embedding, batch.tokens, step.rows("x"))
+        for layer in self._layers:
+            layer.mixer.add_to(step)
+            layer.feed_forward.add_to(step)
+        return step.normed(self._output_norm)
+
+    def logits(self, hidden_rows: Buffer, ws: Workspace) -> Buffer:
+        """[n, V] of hidden rows [n, E]: always as in decode, so that a row's bits do not depend on the others."""
+        out = ws.rows("logits", len(hidden_rows))
+        self._ops.matmul(hidden_rows, self._head, out, phase=Phase.DECODE)
+        return out
+
+    def _buffers(self, rows: int) -> Iterator[BufferSpec]:
+        yield from residual_buffers(rows, self.spec.n_embd)
+        for layer in self._layers:
+            yield from layer.mixer.buffers(rows)
+        yield from FeedForward.buffers(rows, self.spec.n_ff)

@@ -1,0 +1,246 @@
+"""``qwen35``: three Gated DeltaNet layers to one of gated attention, and an MTP block (Qwen3.5, 3.6 and 3.8, dense).
+
+    x += mixer(rms(x, attn_norm))
+    x += down(silu(gate(y)) * up(y))       y = rms(x, post_attention_norm)
+
+Attention: each head of ``attn_q`` yields its query and a gate; q and k have an RMSNorm per head; the first n_rot values
+of a head turn, in pairs (i, i + n_rot / 2). DeltaNet: Yang et al., Gated Delta Networks, 2024; value head i belongs to
+key head i % k_heads, in which order the converter has put them.
+
+Positions have several ids (interleaved M-RoPE); ``rope.dimension_sections`` [t, h, w, extra] says which id turns which
+pair. In a text the first three are the position and the last is 0, so a pair left to the last id does not turn. The
+published models leave none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import sqrt
+
+import numpy as np
+
+from kvs_core.device.base import GdnShape, GdnWeights, RopeTable
+from kvs_core.errors import CapabilityError, ModelFileError
+from kvs_core.formats.gguf import GgufFile
+from kvs_core.models.blocks import Attention, DeltaNet
+from kvs_core.models.model import Layer
+from kvs_core.models.rope import RopeSpec, read_rope
+from kvs_core.models.spec import (
+    MAX_HEADS,
+    CommonKeys,
+    LayerKind,
+    LayerSpec,
+    ModelSpec,
+    TensorSpec,
+    read_common,
+)
+from kvs_core.models.weights import Loader
+
+ARCH = "qwen35"
+
+_MAX_STATE_SIZE = 512
+_MAX_CONV_TAPS = 64
+
+
+def read_spec(file: GgufFile) -> ModelSpec:
+    """The model that the file's metadata describe. Raises ModelFileError or CapabilityError."""
+    keys = read_common(file, ARCH)
+    if keys.k_dim != keys.v_dim:
+        raise ModelFileError(
+            f"{file.path}: {ARCH} heads have keys of {keys.k_dim} and values of {keys.v_dim} numbers; "
+            "the gate needs equal sizes"
+        )
+    n_nextn = file.get_u32(f"{ARCH}.nextn_predict_layers", 0)
+    if n_nextn > 1:
+        raise CapabilityError(
+            f"{file.path}: {ARCH}.nextn_predict_layers is {n_nextn}; kvs has code for one MTP block"
+        )
+    if n_nextn >= keys.n_block:
+        raise ModelFileError(
+            f"{file.path}: {ARCH}.block_count is {keys.n_block}, MTP block included, which leaves no trunk"
+        )
+    n_layer = keys.n_block - n_nextn
+    recurrent = _read_pattern(file, keys.n_block)
+    gdn = _read_gdn(file)
+    layers: list[LayerSpec] = []
+    n_kv = 0
+    for index in range(n_layer):
+        if recurrent[index]:
+            layers.append(LayerSpec(index, LayerKind.RECURRENT, gdn=gdn))
+        else:
+            layers.append(keys.attention_layer(index, n_kv))
+            n_kv += 1
+    if n_nextn and "blk.0.attn_norm.weight" not in file.tensors and f"blk.{n_layer}.attn_norm.weight" in file.tensors:
+        raise ModelFileError(
+            f"{file.path}: holds only the MTP block of a model, not its {n_layer} layers; give the full model's file"
+        )
+    return keys.model(
+        attention_scale=1.0 / sqrt(keys.k_dim),
+        rope=_read_rope(file, keys),
+        layers=tuple(layers),
+        nextn=tuple(keys.attention_layer(n_layer + index, n_kv + index) for index in range(n_nextn)),
+    )
+
+
+def _read_pattern(file: GgufFile, n_block: int) -> list[bool]:
+    """Per block, whether it is recurrent. The entry of the MTP block, which has attention, means nothing."""
+    interval = file.get_u32(f"{ARCH}.full_attention_interval", 4, least=1)
+    listed = file.get_array(f"{ARCH}.attention.recurrent_layers", np.bool_, None, length=n_block)
+    if listed is not None:
+        return [bool(entry) for entry in listed]
+    return [(index + 1) % interval != 0 for index in range(n_block)]
+
+
+def _read_gdn(file: GgufFile) -> GdnShape:
+    head_dim = file.get_u32(f"{ARCH}.ssm.state_size", least=1, most=_MAX_STATE_SIZE)
+    k_heads = file.get_u32(f"{ARCH}.ssm.group_count", least=1, most=MAX_HEADS)
+    v_heads = file.get_u32(f"{ARCH}.ssm.time_step_rank", least=1, most=MAX_HEADS)
+    inner = file.get_u32(f"{ARCH}.ssm.inner_size", least=1)
+    if v_heads % k_heads:
+        raise ModelFileError(
+            f"{file.path}: {ARCH}.ssm.time_step_rank is {v_heads}, no multiple of ssm.group_count, which is {k_heads}"
+        )
+    if inner != v_heads * head_dim:
+        raise ModelFileError(
+            f"{file.path}: {ARCH}.ssm.inner_size is {inner}; {v_heads} heads of {head_dim} values make "
+            f"{v_heads * head_dim}"
+        )
+    taps = file.get_u32(f"{ARCH}.ssm.conv_kernel", least=2, most=_MAX_CONV_TAPS)
+    return GdnShape(k_heads, v_heads, head_dim, head_dim, taps)
+
+
+def _read_rope(file: GgufFile, keys: CommonKeys) -> RopeSpec:
+    n_rot = file.get_u32(f"{ARCH}.rope.dimension_count", keys.k_dim, least=2)
+    if n_rot > keys.k_dim or n_rot % 2:
+        raise ModelFileError(
+            f"{file.path}: {ARCH}.rope.dimension_count is {n_rot} with heads of {keys.k_dim} values; "
+            "it must be even and no larger"
+        )
+    sections = [int(n) for n in file.get_array(f"{ARCH}.rope.dimension_sections", np.int64, length=4)]
+    if min(sections) < 0 or not 0 < sum(sections) <= n_rot // 2:
+        raise ModelFileError(
+            f"{file.path}: {ARCH}.rope.dimension_sections is {sections}; "
+            f"four parts of the {n_rot // 2} rotary pairs are expected"
+        )
+    rope = read_rope(file, ARCH, n_rot=n_rot, n_ctx_train=keys.n_ctx_train, interleaved=False)
+    return replace(rope, still_pairs=still_pairs(n_rot // 2, sections))
+
+
+def still_pairs(pairs: int, sections: Sequence[int]) -> tuple[int, ...]:
+    """The pairs that no position id of a text reaches, by the interleaving rule of ggml's ``rope_multi``.
+
+    Within each run of sum(sections) pairs, pair i takes id i % 3 (t, h, w) if i < 3 * sections[i % 3], else the last.
+    """
+    period = sum(sections)
+    return tuple(pair for pair in range(pairs) if pair % period >= 3 * sections[pair % period % 3])
+
+
+def trunk_tensors(spec: ModelSpec) -> list[TensorSpec]:
+    """Every tensor of the model but those of the MTP block."""
+    table = [
+        TensorSpec("token_embd.weight", (spec.n_embd, spec.n_vocab)),
+        TensorSpec("output_norm.weight", (spec.n_embd,)),
+        TensorSpec("output.weight", (spec.n_embd, spec.n_vocab), optional=True),
+    ]
+    for layer in spec.layers:
+        table += _block_tensors(spec, layer)
+    return table
+
+
+def nextn_tensors(spec: ModelSpec) -> list[TensorSpec]:
+    """The tensors of the MTP block: one attention block, and what joins it to the trunk."""
+    table = []
+    for layer in spec.nextn:
+        table += _block_tensors(spec, layer)
+        block = f"blk.{layer.index}.nextn"
+        table += [
+            TensorSpec(f"{block}.eh_proj.weight", (2 * spec.n_embd, spec.n_embd)),
+            TensorSpec(f"{block}.enorm.weight", (spec.n_embd,)),
+            TensorSpec(f"{block}.hnorm.weight", (spec.n_embd,)),
+            TensorSpec(f"{block}.shared_head_norm.weight", (spec.n_embd,), optional=True),
+            TensorSpec(f"{block}.embed_tokens.weight", (spec.n_embd, spec.n_vocab), optional=True),
+            TensorSpec(f"{block}.shared_head_head.weight", (spec.n_embd, spec.n_vocab), optional=True),
+        ]
+    return table
+
+
+def _block_tensors(spec: ModelSpec, layer: LayerSpec) -> list[TensorSpec]:
+    n_embd, n_ff, gdn = spec.n_embd, spec.n_ff, layer.gdn
+    shapes: dict[str, tuple[int, ...]] = {
+        "attn_norm.weight": (n_embd,),
+        "post_attention_norm.weight": (n_embd,),
+        "ffn_gate.weight": (n_embd, n_ff),
+        "ffn_up.weight": (n_embd, n_ff),
+        "ffn_down.weight": (n_ff, n_embd),
+    }
+    if gdn is None:
+        shapes |= {
+            "attn_q.weight": (n_embd, 2 * layer.heads * layer.k_dim),
+            "attn_k.weight": (n_embd, layer.kv_heads * layer.k_dim),
+            "attn_v.weight": (n_embd, layer.kv_heads * layer.v_dim),
+            "attn_output.weight": (layer.heads * layer.v_dim, n_embd),
+            "attn_q_norm.weight": (layer.k_dim,),
+            "attn_k_norm.weight": (layer.k_dim,),
+        }
+    else:
+        inner = gdn.v_heads * gdn.d_v
+        shapes |= {
+            "attn_qkv.weight": (n_embd, gdn.conv_channels),
+            "attn_gate.weight": (n_embd, inner),
+            "ssm_conv1d.weight": (gdn.conv_taps, gdn.conv_channels),
+            "ssm_dt.bias": (gdn.v_heads,),
+            "ssm_a": (gdn.v_heads,),
+            "ssm_alpha.weight": (n_embd, gdn.v_heads),
+            "ssm_beta.weight": (n_embd, gdn.v_heads),
+            "ssm_norm.weight": (gdn.d_v,),
+            "ssm_out.weight": (inner, n_embd),
+        }
+    return [TensorSpec(f"blk.{layer.index}.{name}", shape) for name, shape in shapes.items()]
+
+
+def load_layers(spec: ModelSpec, loader: Loader, rope: RopeTable) -> list[Layer]:
+    """The trunk on the device."""
+    layers = []
+    for layer in spec.layers:
+        block = f"blk.{layer.index}"
+        mixer = _load_delta_net(spec, layer, loader) if layer.gdn else _load_attention(spec, layer, loader, rope)
+        layers.append(Layer(mixer, loader.feed_forward(block, "post_attention_norm")))
+    return layers
+
+
+def _load_attention(spec: ModelSpec, layer: LayerSpec, loader: Loader, rope: RopeTable) -> Attention:
+    block = f"blk.{layer.index}"
+    return Attention(
+        layer=layer,
+        norm=loader.vector(f"{block}.attn_norm.weight"),
+        q=loader.linear(f"{block}.attn_q"),
+        k=loader.linear(f"{block}.attn_k"),
+        v=loader.linear(f"{block}.attn_v"),
+        out=loader.linear(f"{block}.attn_output"),
+        rope=rope,
+        scale=spec.attention_scale,
+        q_norm=loader.vector(f"{block}.attn_q_norm.weight"),
+        k_norm=loader.vector(f"{block}.attn_k_norm.weight"),
+        gated=True,
+    )
+
+
+def _load_delta_net(spec: ModelSpec, layer: LayerSpec, loader: Loader) -> DeltaNet:
+    block = f"blk.{layer.index}"
+    return DeltaNet(
+        layer=layer,
+        norm=loader.vector(f"{block}.attn_norm.weight"),
+        qkv=loader.linear(f"{block}.attn_qkv"),
+        z=loader.linear(f"{block}.attn_gate"),
+        alpha=loader.linear(f"{block}.ssm_alpha"),
+        beta=loader.linear(f"{block}.ssm_beta"),
+        out=loader.linear(f"{block}.ssm_out"),
+        weights=GdnWeights(
+            conv=loader.vector(f"{block}.ssm_conv1d.weight").T.copy(),
+            dt_bias=loader.vector(f"{block}.ssm_dt.bias"),
+            a=loader.vector(f"{block}.ssm_a"),
+            norm=loader.vector(f"{block}.ssm_norm.weight"),
+            eps=spec.rms_eps,
+        ),
+    )

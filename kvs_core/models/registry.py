@@ -1,0 +1,87 @@
+"""From a model file to its spec, and to a model on a device. Every arch that kvs has code for is listed here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvs_core.device.base import Device, Progress, RopeTable
+from kvs_core.errors import ModelFileError
+from kvs_core.formats.gguf import GgufFile
+from kvs_core.models import llama, qwen35
+from kvs_core.models.model import Layer, Model
+from kvs_core.models.rope import RopeOverrides, rope_table
+from kvs_core.models.spec import ModelSpec, TensorSpec
+from kvs_core.models.weights import Loader, check_tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Arch:
+    """What a module named after an architecture offers."""
+
+    read_spec: Callable[[GgufFile], ModelSpec]
+    trunk_tensors: Callable[[ModelSpec], list[TensorSpec]]
+    nextn_tensors: Callable[[ModelSpec], list[TensorSpec]]
+    load_layers: Callable[[ModelSpec, Loader, RopeTable], list[Layer]]
+
+
+ARCHS = {
+    module.ARCH: Arch(module.read_spec, module.trunk_tensors, module.nextn_tensors, module.load_layers)
+    for module in (llama, qwen35)
+}
+
+
+def read_spec(file: GgufFile) -> ModelSpec:
+    """The model in ``file``, its metadata and tensor table checked; nothing is loaded.
+
+    Raises ModelFileError for what is wrong in the file, CapabilityError for a sound model without code here.
+    """
+    arch = _arch_of(file)
+    spec = arch.read_spec(file)
+    check_tensors(file, spec.arch, [*arch.trunk_tensors(spec), *arch.nextn_tensors(spec)])
+    return spec
+
+
+def load_model(
+    file: GgufFile, device: Device, *, rope: RopeOverrides | None = None, progress: Progress | None = None
+) -> Model:
+    """Check the file as ``read_spec`` does and put the trunk on ``device``. The MTP block stays in the file.
+
+    ``rope`` replaces the file's rotary settings; ``progress`` hears of the loading work in bytes.
+    """
+    spec = read_spec(file)
+    arch = _arch_of(file)
+    loader = Loader(file, device)
+    table = rope_table(spec.rope, rope or RopeOverrides(), _rope_divisors(file, device))
+    loader.prepare(arch.trunk_tensors(spec), progress)
+    embedding = loader.matrix("token_embd.weight")
+    return Model(
+        spec,
+        device,
+        embedding=embedding,
+        layers=arch.load_layers(spec, loader, table),
+        output_norm=loader.vector("output_norm.weight"),
+        head=loader.matrix("output.weight") if loader.has("output.weight") else embedding,
+    )
+
+
+def _arch_of(file: GgufFile) -> Arch:
+    arch = ARCHS.get(file.arch)
+    if arch is None:
+        raise ModelFileError(
+            f"{file.path}: general.architecture is {file.arch!r}; kvs can run {', '.join(sorted(ARCHS))}"
+        )
+    return arch
+
+
+def _rope_divisors(file: GgufFile, device: Device) -> np.ndarray | None:
+    """``rope_freqs.weight`` [n_rot / 2] on the host, or None: the divisors of the rotary angles (Llama 3.1)."""
+    info = file.tensors.get("rope_freqs.weight")
+    if info is None:
+        return None
+    divisors = device.download(device.load_vector(info))
+    if not (np.isfinite(divisors).all() and (divisors > 0.0).all()):
+        raise ModelFileError(f"{file.path}: tensor rope_freqs.weight holds numbers that are not positive and finite")
+    return divisors

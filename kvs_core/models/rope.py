@@ -1,0 +1,184 @@
+"""Rotary position embedding: from a file's keys and the user's overrides to one angle per pair.
+
+Rotary embedding turns pair i of a head by ``position * inv_freq[i]``, ``inv_freq[i] = base ** (-2 i / n_rot)`` (Su et
+al., RoFormer, 2021). To reach beyond the trained context
+
+    linear  divides all angles by ``scale``
+    yarn    divides the slow ones, keeps the fast ones, mixes those between, and lengthens q and k by 1 + 0.1 ln(scale)
+            (Peng et al., YaRN, 2023)
+
+Which key or flag wins, and their defaults, are llama.cpp's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from math import ceil, floor, isfinite, log, pi
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvs_core.device.base import RopeTable
+from kvs_core.errors import CapabilityError, ModelFileError, SettingsError
+from kvs_core.formats.gguf import GgufFile
+
+SCALINGS = ("none", "linear", "yarn")
+
+_BETA_FAST = 32.0  # turns within the original context from which on a pair is kept
+_BETA_SLOW = 1.0   # and below which it is divided
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """What a model file says.
+
+    n_rot         values of a head that are turned, in ``n_rot / 2`` pairs
+    still_pairs   pairs that no position id of a text reaches: they do not turn
+    scaling       one of ``SCALINGS``; ``scale`` is the factor by which the context grows
+    orig_ctx      positions before it grew
+    attn_factor   factor on cos and sin besides YaRN's own
+    """
+
+    n_rot: int
+    interleaved: bool
+    freq_base: float
+    scaling: str
+    scale: float
+    orig_ctx: int
+    attn_factor: float
+    still_pairs: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RopeOverrides:
+    """What the user sets in the file's place; None: not set.
+
+    As in llama-server a negative YaRN value, and 0 for the others, also mean "not set". Raises ``SettingsError``.
+    """
+
+    scaling: str | None = None
+    scale: float | None = None
+    freq_base: float | None = None
+    freq_scale: float | None = None
+    yarn_orig_ctx: int | None = None
+    yarn_ext_factor: float | None = None
+    yarn_attn_factor: float | None = None
+    yarn_beta_slow: float | None = None
+    yarn_beta_fast: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.scaling not in (None, *SCALINGS):
+            raise SettingsError(f"--rope-scaling {self.scaling}: use one of {', '.join(SCALINGS)}")
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if entry.name == "scaling" or value is None:
+                continue
+            flag = ("--" if entry.name.startswith("yarn") else "--rope-") + entry.name.replace("_", "-")
+            if not isfinite(value):
+                raise SettingsError(f"{flag} {value}: give a finite number")
+            if value < 0 and entry.name in ("scale", "freq_base", "freq_scale", "yarn_orig_ctx"):
+                raise SettingsError(f"{flag} {value:g}: give a positive number, or 0 for the model's own")
+        if self.scale and self.freq_scale and abs(self.scale * self.freq_scale - 1.0) > 1e-6:
+            raise SettingsError(
+                f"--rope-scale {self.scale:g} and --rope-freq-scale {self.freq_scale:g}: one is the inverse of the "
+                "other; give one of them"
+            )
+
+
+def read_rope(file: GgufFile, arch: str, *, n_rot: int, n_ctx_train: int, interleaved: bool) -> RopeSpec:
+    """The rotary keys of ``arch`` and their defaults; the caller has checked ``n_rot`` against the head size.
+
+    Raises ModelFileError for values out of range, CapabilityError for a scaling without code here.
+    """
+    prefix = f"{arch}.rope"
+    scaling = file.get_str(f"{prefix}.scaling.type", "linear")
+    if scaling not in SCALINGS:
+        raise CapabilityError(
+            f"{file.path}: {prefix}.scaling.type is {scaling!r}; kvs has code for {', '.join(SCALINGS)}"
+        )
+    scale = file.get_f32(f"{prefix}.scaling.factor", None)
+    if scale is None:
+        scale = file.get_f32(f"{prefix}.scale_linear", 0.0)  # the key of old converters
+    base = file.get_f32(f"{prefix}.freq_base", 10000.0)
+    attn_factor = file.get_f32(f"{prefix}.scaling.attn_factor", 1.0)
+    if scale < 0.0 or base <= 1.0 or attn_factor <= 0.0:
+        raise ModelFileError(
+            f"{file.path}: rotary base {base:g} (must exceed 1), scale {scale:g} (must not be negative) or "
+            f"attn_factor {attn_factor:g} (must be positive) is out of range"
+        )
+    return RopeSpec(
+        n_rot=n_rot,
+        interleaved=interleaved,
+        freq_base=base,
+        scaling=scaling,
+        scale=scale or 1.0,
+        orig_ctx=file.get_u32(f"{prefix}.scaling.original_context_length", 0) or n_ctx_train,
+        attn_factor=attn_factor,
+    )
+
+
+def rope_table(
+    spec: RopeSpec, overrides: RopeOverrides, divisors: npt.NDArray[Any] | None = None
+) -> RopeTable:
+    """Angles and magnitude.
+
+    divisors  [n_rot / 2] from the tensor ``rope_freqs.weight``: each pair's angle is divided by its own
+    Raises SettingsError if the overrides leave no usable angles.
+    """
+    base = overrides.freq_base or spec.freq_base
+    if base <= 1.0:
+        raise SettingsError(f"--rope-freq-base {base:g}: give a number above 1")
+    scaling = overrides.scaling or spec.scaling
+    scale = spec.scale
+    if overrides.scale:
+        scale = overrides.scale
+    elif overrides.freq_scale:
+        scale = 1.0 / overrides.freq_scale
+    if scaling == "none":
+        scale = 1.0
+
+    plain = base ** (-np.arange(0, spec.n_rot, 2, dtype=np.float64) / spec.n_rot)
+    if divisors is not None:
+        plain = plain / divisors.astype(np.float64)
+    plain[list(spec.still_pairs)] = 0.0
+
+    # How far YaRN replaces the plain division; a value without --rope-scaling yarn switches it on, as in llama.cpp.
+    mix = _unless_negative(overrides.yarn_ext_factor, 1.0 if scaling == "yarn" else 0.0)
+    magnitude = spec.attn_factor * _unless_negative(overrides.yarn_attn_factor, 1.0)
+    if mix == 0.0:
+        return RopeTable(plain / scale, spec.interleaved, magnitude)
+    kept = mix * _kept_share(
+        spec.n_rot,
+        base,
+        overrides.yarn_orig_ctx or spec.orig_ctx,
+        _unless_negative(overrides.yarn_beta_fast, _BETA_FAST),
+        _unless_negative(overrides.yarn_beta_slow, _BETA_SLOW),
+    )
+    if scale > 1.0:
+        magnitude *= 1.0 + 0.1 * log(scale)
+    return RopeTable(plain / scale * (1.0 - kept) + plain * kept, spec.interleaved, magnitude)
+
+
+def _kept_share(n_rot: int, base: float, orig_ctx: int, beta_fast: float, beta_slow: float) -> npt.NDArray[np.float64]:
+    """[n_rot / 2]: 1 where a pair keeps its angle, 0 where it is divided, a ramp between (Peng et al., section 3.2).
+
+    The ramp runs over pairs: from the one that turns ``beta_fast`` times within ``orig_ctx`` to the one that turns
+    ``beta_slow`` times.
+    """
+    if not 0.0 < beta_slow <= beta_fast:
+        raise SettingsError(
+            f"--yarn-beta-slow {beta_slow:g} and --yarn-beta-fast {beta_fast:g}: give 0 < slow <= fast"
+        )
+
+    def pair_turning(times: float) -> float:
+        return n_rot * log(orig_ctx / (times * 2.0 * pi)) / (2.0 * log(base))
+
+    first = max(0.0, floor(pair_turning(beta_fast)))
+    last = min(n_rot - 1.0, ceil(pair_turning(beta_slow)))
+    pairs = np.arange(n_rot // 2, dtype=np.float64)
+    return 1.0 - np.clip((pairs - first) / max(0.001, last - first), 0.0, 1.0)
+
+
+def _unless_negative(value: float | None, default: float) -> float:
+    return default if value is None or value < 0.0 else value

@@ -1,0 +1,208 @@
+"""What a model is, as data: its layers, sizes and limits, read from a file's metadata and checked.
+
+The rooms that hold KV know a model by this alone: which layers have keys and values, of what shape, and which have
+recurrent state. Nothing here touches a device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from kvs_core.device.base import GdnShape
+from kvs_core.errors import CapabilityError, ModelFileError
+from kvs_core.formats.gguf import GgufFile
+from kvs_core.models.rope import RopeSpec
+
+# Far above every published model, and low enough that no product of two of them is absurd.
+MAX_LAYERS = 1024
+MAX_HEADS = 1024
+MAX_HEAD_DIM = 4096
+MAX_WIDTH = 1 << 20
+MAX_CONTEXT = (1 << 31) - 1
+
+
+class LayerKind(Enum):
+    """What a layer keeps of the past."""
+
+    FULL = "full"            # keys and values of every position
+    RECURRENT = "recurrent"  # a state of fixed size
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One layer. ``kv_index`` counts attention layers only and is None, like the head sizes 0, in a recurrent one."""
+
+    index: int
+    kind: LayerKind
+    heads: int = 0
+    kv_heads: int = 0
+    k_dim: int = 0
+    v_dim: int = 0
+    kv_index: int | None = None
+    gdn: GdnShape | None = None
+
+    def __post_init__(self) -> None:
+        full = self.kind is LayerKind.FULL
+        assert full == (self.kv_index is not None) == (self.gdn is None)
+        assert not full or (self.heads % self.kv_heads == 0 and self.k_dim > 0 and self.v_dim > 0)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A model's sizes.
+
+    layers           the trunk, in order
+    nextn            layers of the MTP block behind the trunk, at most one; described, not computed by ``forward``
+    n_params         counted from the file's tensors, the MTP block included
+    n_ctx_train      positions the model was trained for
+    attention_scale  factor on q before the softmax
+    """
+
+    arch: str
+    name: str
+    n_embd: int
+    n_ff: int
+    n_vocab: int
+    n_ctx_train: int
+    n_params: int
+    rms_eps: float
+    attention_scale: float
+    rope: RopeSpec
+    layers: tuple[LayerSpec, ...]
+    nextn: tuple[LayerSpec, ...] = ()
+
+    @property
+    def n_layer(self) -> int:
+        """Trunk layers."""
+        return len(self.layers)
+
+    @property
+    def n_nextn(self) -> int:
+        """Layers of the MTP block."""
+        return len(self.nextn)
+
+    @property
+    def kv_layers(self) -> tuple[LayerSpec, ...]:
+        """Trunk layers with keys and values; ``kv_layers[i].kv_index == i``."""
+        return tuple(layer for layer in self.layers if layer.kind is LayerKind.FULL)
+
+    @property
+    def recurrent_layers(self) -> tuple[LayerSpec, ...]:
+        """Trunk layers with recurrent state."""
+        return tuple(layer for layer in self.layers if layer.kind is LayerKind.RECURRENT)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor a model needs. ``shape`` in GGUF order: a matrix [n_in, n_out], a vector [n]."""
+
+    name: str
+    shape: tuple[int, ...]
+    optional: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CommonKeys:
+    """The metadata that every arch has, checked."""
+
+    arch: str
+    name: str
+    n_block: int
+    n_embd: int
+    n_ff: int
+    n_vocab: int
+    n_ctx_train: int
+    n_params: int
+    heads: int
+    kv_heads: int
+    k_dim: int
+    v_dim: int
+    rms_eps: float
+
+    def model(
+        self,
+        *,
+        attention_scale: float,
+        rope: RopeSpec,
+        layers: tuple[LayerSpec, ...],
+        nextn: tuple[LayerSpec, ...] = (),
+    ) -> ModelSpec:
+        """The model with these keys and what its arch adds."""
+        return ModelSpec(
+            arch=self.arch,
+            name=self.name,
+            n_embd=self.n_embd,
+            n_ff=self.n_ff,
+            n_vocab=self.n_vocab,
+            n_ctx_train=self.n_ctx_train,
+            n_params=self.n_params,
+            rms_eps=self.rms_eps,
+            attention_scale=attention_scale,
+            rope=rope,
+            layers=layers,
+            nextn=nextn,
+        )
+
+    def attention_layer(self, index: int, kv_index: int) -> LayerSpec:
+        """Layer ``index`` with this model's heads."""
+        return LayerSpec(index, LayerKind.FULL, self.heads, self.kv_heads, self.k_dim, self.v_dim, kv_index)
+
+
+def read_common(file: GgufFile, arch: str) -> CommonKeys:
+    """Read and check them. Raises ModelFileError with the key, its value and the bounds."""
+    n_embd = file.get_u32(f"{arch}.embedding_length", least=1, most=MAX_WIDTH)
+    heads = file.get_u32(f"{arch}.attention.head_count", least=1, most=MAX_HEADS)
+    kv_heads = file.get_u32(f"{arch}.attention.head_count_kv", heads, least=1, most=MAX_HEADS)
+    if heads % kv_heads:
+        raise ModelFileError(
+            f"{file.path}: {arch}.attention.head_count is {heads}, no multiple of head_count_kv, which is {kv_heads}"
+        )
+    if file.get_u32(f"{arch}.expert_count", 0):
+        raise CapabilityError(
+            f"{file.path}: is a mixture of experts ({arch}.expert_count is "
+            f"{file.get_u32(f'{arch}.expert_count')}), for which kvs has no code; use a dense model"
+        )
+    return CommonKeys(
+        arch=arch,
+        name=file.get_str("general.name", file.path.stem),
+        n_block=file.get_u32(f"{arch}.block_count", least=1, most=MAX_LAYERS),
+        n_embd=n_embd,
+        n_ff=file.get_u32(f"{arch}.feed_forward_length", least=1, most=MAX_WIDTH),
+        n_vocab=_read_vocab(file, arch),
+        n_ctx_train=file.get_u32(f"{arch}.context_length", least=1, most=MAX_CONTEXT),
+        n_params=sum(info.n_elements for info in file.tensors.values()),
+        heads=heads,
+        kv_heads=kv_heads,
+        k_dim=_read_head_dim(file, f"{arch}.attention.key_length", n_embd, heads),
+        v_dim=_read_head_dim(file, f"{arch}.attention.value_length", n_embd, heads),
+        rms_eps=_read_eps(file, f"{arch}.attention.layer_norm_rms_epsilon"),
+    )
+
+
+def _read_vocab(file: GgufFile, arch: str) -> int:
+    """Length of the token list, else ``vocab_size``: some files carry a ``vocab_size`` that padding made untrue."""
+    tokens = file.get_strings("tokenizer.ggml.tokens", None)
+    if tokens:
+        return len(tokens)
+    return file.get_u32(f"{arch}.vocab_size", least=1, most=1 << 24)
+
+
+def _read_head_dim(file: GgufFile, key: str, n_embd: int, heads: int) -> int:
+    dim = file.get_u32(key, None, least=1, most=MAX_HEAD_DIM)
+    if dim is not None:
+        return dim
+    if n_embd % heads:
+        raise ModelFileError(
+            f"{file.path}: has no {key}, and an embedding of {n_embd} does not divide into {heads} heads"
+        )
+    if n_embd // heads > MAX_HEAD_DIM:
+        raise ModelFileError(f"{file.path}: a head of {n_embd // heads} values; at most {MAX_HEAD_DIM} make sense")
+    return n_embd // heads
+
+
+def _read_eps(file: GgufFile, key: str) -> float:
+    eps = file.get_f32(key)
+    if not 0.0 < eps < 1.0:
+        raise ModelFileError(f"{file.path}: {key} is {eps:g}; it must lie between 0 and 1")
+    return eps

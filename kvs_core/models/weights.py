@@ -1,0 +1,95 @@
+"""A model's tensors: checked against the table of what it needs, then put on the device by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from kvs_core.device.base import Buffer, Device, Progress, Weight
+from kvs_core.errors import ModelFileError
+from kvs_core.formats.gguf import GgufFile, TensorInfo
+from kvs_core.formats.quants import can_dequantize
+from kvs_core.models.blocks import FeedForward, Linear
+from kvs_core.models.spec import TensorSpec
+
+
+def check_tensors(file: GgufFile, arch: str, table: Iterable[TensorSpec]) -> None:
+    """Compare the file with ``table`` before anything is loaded.
+
+    Raises ModelFileError for the first tensor that is missing, has another shape, has a type that cannot be read, or
+    is not in the table: a tensor without a use here would be a part of the model that is left out of its results.
+    """
+    known = set()
+    for spec in table:
+        known.add(spec.name)
+        info = file.tensors.get(spec.name)
+        if info is None:
+            if spec.optional:
+                continue
+            raise ModelFileError(
+                f"{file.path}: has no tensor {spec.name} {list(spec.shape)}, which this {arch} model needs; "
+                "the file is incomplete: convert or download it again"
+            )
+        if info.shape != spec.shape:
+            raise ModelFileError(
+                f"{file.path}: tensor {spec.name} has the shape {list(info.shape)}; {list(spec.shape)} is expected "
+                f"from the file's {arch}.* keys"
+            )
+        if not can_dequantize(info.quant):
+            raise ModelFileError(
+                f"{file.path}: tensor {spec.name} has type {info.quant.name}, which cannot be read as weights; "
+                "use another quantization"
+            )
+    unknown = sorted(file.tensors.keys() - known)
+    if unknown:
+        more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+        raise ModelFileError(
+            f"{file.path}: tensor {unknown[0]}{more} has no place in the {arch} model that the file's keys describe; "
+            "it would be left out of the results"
+        )
+
+
+def is_matrix(spec: TensorSpec) -> bool:
+    """Whether a tensor is multiplied with rows. The taps of a convolution are two-dimensional too, and are not."""
+    return len(spec.shape) == 2 and not spec.name.endswith("conv1d.weight")
+
+
+class Loader:
+    """Loads tensors of a checked file by name."""
+
+    def __init__(self, file: GgufFile, device: Device) -> None:
+        self._file = file
+        self._device = device
+
+    def prepare(self, table: Sequence[TensorSpec], progress: Progress | None) -> None:
+        """Let the device do the loading work for all matrices of ``table`` at once."""
+        infos = [self._info(spec.name) for spec in table if is_matrix(spec) and spec.name in self._file.tensors]
+        self._device.prepare_weights(infos, progress)
+
+    def has(self, name: str) -> bool:
+        """Whether the file holds the (optional) tensor."""
+        return name in self._file.tensors
+
+    def matrix(self, name: str) -> Weight:
+        """A matrix [n_out, n_in] for ``ops.matmul`` and ``ops.embed``."""
+        return self._device.load_matrix(self._info(name))
+
+    def vector(self, name: str) -> Buffer:
+        """A small tensor as float32, shape as in the file reversed."""
+        return self._device.load_vector(self._info(name))
+
+    def linear(self, stem: str) -> Linear:
+        """``stem.weight`` with ``stem.bias``, if there is one."""
+        bias = self.vector(f"{stem}.bias") if self.has(f"{stem}.bias") else None
+        return Linear(self.matrix(f"{stem}.weight"), bias)
+
+    def feed_forward(self, block: str, norm: str) -> FeedForward:
+        """The SwiGLU part of a block, behind the norm of that name."""
+        return FeedForward(
+            norm=self.vector(f"{block}.{norm}.weight"),
+            gate=self.linear(f"{block}.ffn_gate"),
+            up=self.linear(f"{block}.ffn_up"),
+            down=self.linear(f"{block}.ffn_down"),
+        )
+
+    def _info(self, name: str) -> TensorInfo:
+        return self._file.tensors[name]

@@ -1,0 +1,194 @@
+"""What stays on the device: a pure function from what is known to what shall be. No bytes move, no clock is read.
+
+Per layer, pages [0, cut) are streamed and [cut, pages) resident; cuts are whole groups. The newest pages are resident:
+they are the ones still being written, so no copy ever waits for a producer. What the pool has beyond the resident pages
+is the ring, which need only be as large as the link can fill while attention consumes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from math import ceil
+
+from kvs_core.errors import BudgetError, CapabilityError
+from kvs_core.paging.geometry import GROUP_PAGES
+from kvs_core.units import align_up, ceil_div, mib_ceil
+
+_COPY_BYTES = 4 << 20        # a copy of this size reaches the link's rate (53.5 of 55.3 GB/s, PCIe 5.0 x16)
+_COOL_DOWN_STEPS = 8         # steps between two changes of the ring
+_RING_SHARE = 4              # a computed ring takes at most this part of the pool: a resident page saves a copy per step
+_EASE_STEPS = 256            # steps without starvation before the ring gives a run's slots back
+
+
+class ResidencyMode(Enum):
+    """--kv-residency-mode."""
+
+    ADAPTIVE = "adaptive"
+    RESIDENT = "resident"
+
+    @classmethod
+    def parse(cls, name: str) -> ResidencyMode:
+        """The mode of that name; ``CapabilityError`` for one that this version does not have."""
+        for mode in cls:
+            if mode.value == name:
+                return mode
+        raise CapabilityError(f"--kv-residency-mode {name} is not in this version; use adaptive or resident")
+
+
+@dataclass(frozen=True, slots=True)
+class ResidencyConfig:
+    """What does not change while a cache lives.
+
+    layers            attention layers, all with pages of ``page_bytes``
+    ring_slots        a fixed ring, or 0: from link rate and gap, refined by feedback
+    run_pages         pages moved by one copy at most, or 0: what makes a 4 MiB copy
+    link_bytes_per_s  rate of large copies to the device
+    """
+
+    mode: ResidencyMode
+    layers: int
+    page_bytes: int
+    ring_slots: int = 0
+    run_pages: int = 0
+    link_bytes_per_s: float = 0.0
+
+    @property
+    def copy_pages(self) -> int:
+        """Pages of a run, if the ring has room for two."""
+        return self.run_pages or align_up(ceil_div(_COPY_BYTES, self.page_bytes), GROUP_PAGES)
+
+    def run_pages_in(self, ring_slots: int) -> int:
+        """Pages of a run in a ring of that size: one is read while the next arrives."""
+        if self.run_pages:
+            return min(self.run_pages, ring_slots)
+        return max(1, min(self.copy_pages, ring_slots // 2))
+
+
+@dataclass(frozen=True, slots=True)
+class ResidencyState:
+    """What a decision leaves behind for the next one. ``ring_bonus``: slots that starvation added to the computed ring."""
+
+    cuts: tuple[int, ...]
+    ring_slots: int = 0
+    ring_bonus: int = 0
+    steps_since_change: int = 0
+    calm_steps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What the step about to run, and the last one, look like.
+
+    pages          per layer, with this step's rows included
+    writable_page  the first page this step writes; it and those behind it cannot be streamed
+    pool_slots     slots of the KV pool in this phase
+    gap_s          longest time inside a step in which attention consumed nothing; 0 until measured
+    starved        attention waited while the link was idle for lack of a slot
+    """
+
+    pages: int
+    writable_page: int
+    pool_slots: int
+    gap_s: float = 0.0
+    starved: bool = False
+
+
+def least_pool_slots(layers: int, context_tokens: int, page_tokens: int, step_rows: int) -> int:
+    """Slots with which any context up to ``context_tokens`` runs in steps of up to ``step_rows`` rows.
+
+    Per layer, the groups a step can touch must be resident; older groups pass through a ring of at least one slot.
+    """
+    pages = ceil_div(context_tokens, page_tokens)
+    touched = ceil_div(step_rows - 1, page_tokens) + 1
+    most = touched + GROUP_PAGES - 1   # the first page written may be the last of its group
+    return layers * pages if most >= pages else layers * most + 1
+
+
+def residency_step(config: ResidencyConfig, state: ResidencyState, seen: Observation) -> ResidencyState:
+    """The cuts and the ring for the step about to run. ``BudgetError`` if the pool cannot hold it at all."""
+    layers, pages = config.layers, seen.pages
+    limit = seen.writable_page // GROUP_PAGES * GROUP_PAGES
+    cuts = [min(cut, limit) for cut in state.cuts]
+    state = _feedback(config, state, seen)
+    if layers * pages <= seen.pool_slots:
+        return replace(state, cuts=(0,) * layers, ring_slots=0)
+    if config.mode is ResidencyMode.RESIDENT:
+        raise _too_small(config, seen, layers * pages)
+    least_resident = layers * (pages - limit)
+    if least_resident + 1 > seen.pool_slots:
+        raise _too_small(config, seen, least_resident + 1)
+
+    want = _wanted_ring(config, state, seen)
+    for _ in range(3):   # the ring depends on what is streamed, which depends on the ring: settles at once in practice
+        ring = max(1, min(want, sum(cuts) or want, seen.pool_slots - least_resident))
+        cuts = _fit(cuts, pages, limit, seen.pool_slots - ring)
+        if min(want, sum(cuts)) <= ring:
+            break
+    cuts = _promote(cuts, pages, seen.pool_slots - ring)
+    ring = max(1, min(ring, sum(cuts)))
+    changed = ring != state.ring_slots
+    return replace(state, cuts=tuple(cuts), ring_slots=ring, steps_since_change=0 if changed else state.steps_since_change)
+
+
+def _wanted_ring(config: ResidencyConfig, state: ResidencyState, seen: Observation) -> int:
+    """run + ceil(link rate x longest gap / page bytes), or the fixed size."""
+    if config.ring_slots:
+        return config.ring_slots
+    ahead = ceil(config.link_bytes_per_s * seen.gap_s / config.page_bytes)
+    computed = min(2 * config.copy_pages + ahead, max(1, seen.pool_slots // _RING_SHARE))
+    # A measured gap moves a little from step to step; the ring follows it only beyond an eighth, upwards or downwards.
+    base = state.ring_slots - state.ring_bonus
+    if base > 0 and abs(computed - base) * 8 <= base:
+        computed = base
+    if state.ring_slots and state.steps_since_change < _COOL_DOWN_STEPS:
+        return state.ring_slots
+    return computed + state.ring_bonus
+
+
+def _feedback(config: ResidencyConfig, state: ResidencyState, seen: Observation) -> ResidencyState:
+    """Starvation grows the ring by a run, long ease takes one back; not within the cool-down of a change."""
+    since = state.steps_since_change + 1
+    calm = 0 if seen.starved else state.calm_steps + 1
+    bonus = state.ring_bonus
+    if since >= _COOL_DOWN_STEPS:
+        if seen.starved:
+            bonus += config.copy_pages
+        elif calm >= _EASE_STEPS and bonus > 0:
+            bonus, calm = max(0, bonus - config.copy_pages), 0
+    return replace(state, ring_bonus=bonus, steps_since_change=since, calm_steps=calm)
+
+
+def _fit(cuts: Sequence[int], pages: int, limit: int, capacity: int) -> list[int]:
+    """Raise cuts, a group at a time where most is resident, until the resident pages fit."""
+    cuts = list(cuts)
+    over = sum(pages - cut for cut in cuts) - capacity
+    while over > 0:
+        layer = min((layer for layer, cut in enumerate(cuts) if cut < limit), key=lambda layer: (cuts[layer], layer))
+        cuts[layer] += GROUP_PAGES
+        over -= GROUP_PAGES
+    return cuts
+
+
+def _promote(cuts: Sequence[int], pages: int, capacity: int) -> list[int]:
+    """Lower cuts while a group and the next page of every layer would still fit: a pool that grew is used at once."""
+    cuts = list(cuts)
+    spare = capacity - sum(pages - cut for cut in cuts)
+    while spare >= GROUP_PAGES + len(cuts):
+        layer = max(range(len(cuts)), key=lambda layer: (cuts[layer], layer))
+        if cuts[layer] == 0:
+            break
+        cuts[layer] -= GROUP_PAGES
+        spare -= GROUP_PAGES
+    return cuts
+
+
+def _too_small(config: ResidencyConfig, seen: Observation, needed_slots: int) -> BudgetError:
+    needed, given = mib_ceil(needed_slots * config.page_bytes), seen.pool_slots * config.page_bytes >> 20
+    return BudgetError(
+        f"KV pool too small: {config.mode.value} mode needs {needed_slots} pages ({needed} MiB) here, "
+        f"the pool has {seen.pool_slots} ({given} MiB); raise --kv-stream-arena-mib",
+        needed_mib=needed,
+        given_mib=given,
+    )

@@ -1,0 +1,96 @@
+"""The schedule: every copy of a whole step, in execution order, each with its place in the ring.
+
+Runs are consumed in list order and placed around the ring in that order, so a run only ever waits for runs that are
+consumed before it is needed: no order of copies can lock up. The same list repeats step after step (it wraps into the
+first layers of the next step) until a cut or the ring changes; what has been copied ahead by then keeps its slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvs_core.paging.slabs import slab_of
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive streamed pages of one layer, moved by one copy into consecutive slots."""
+
+    layer: int
+    first_page: int
+    pages: int
+    first_slot: int
+
+    @property
+    def end_page(self) -> int:
+        """The first page behind the run."""
+        return self.first_page + self.pages
+
+    @property
+    def slots(self) -> range:
+        """The ring slots it fills."""
+        return range(self.first_slot, self.first_slot + self.pages)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchSchedule:
+    """The runs of one step. ``by_layer[l]`` are those of layer l, in page order."""
+
+    runs: tuple[Run, ...]
+    ring_slots: int
+    by_layer: tuple[tuple[Run, ...], ...] = field(repr=False)
+
+    @property
+    def streamed_pages(self) -> int:
+        """Pages copied per step."""
+        return sum(run.pages for run in self.runs)
+
+
+def plan_schedule(
+    streamed: Sequence[range], *, ring_slots: int, run_pages: int, kept: Sequence[Run] = ()
+) -> PrefetchSchedule:
+    """Cut each layer's streamed pages into runs and place them around the ring.
+
+    streamed   per layer, the pages that are not resident
+    run_pages  pages of a run at most; a run also ends at a slab's end and never exceeds the ring
+    kept       runs that are in the ring already: the head of the list, as they lie
+    """
+    length = min(run_pages, ring_slots)
+    assert length >= 1 or not any(streamed), "streamed pages need a ring"
+    runs: list[Run] = list(kept)
+    cursor = runs[-1].first_slot + runs[-1].pages if runs else 0
+    kept_end = {run.layer: run.end_page for run in kept}
+    last_kept_layer = kept[-1].layer if kept else -1
+    for layer, pages in enumerate(streamed):
+        page = kept_end.get(layer, pages.start)
+        assert layer >= last_kept_layer or page == pages.stop, "kept runs must be the head of the schedule"
+        while page < pages.stop:
+            count = min(length, pages.stop - page, slab_of(page).end_page - page)
+            if cursor + count > ring_slots:
+                cursor = 0
+            runs.append(Run(layer, page, count, cursor))
+            cursor += count
+            page += count
+    by_layer = tuple(tuple(run for run in runs if run.layer == layer) for layer in range(len(streamed)))
+    return PrefetchSchedule(tuple(runs), ring_slots, by_layer)
+
+
+def head_in_ring(streamed: Sequence[range], ring_slots: int, in_ring: Sequence[Run]) -> int:
+    """How many of the runs that were copied ahead are still the head of a schedule for ``streamed``.
+
+    They are, as long as they are exactly the first streamed pages in order and lie inside the ring.
+    """
+    position = 0
+    for layer, pages in enumerate(streamed):
+        page = pages.start
+        while page < pages.stop:
+            if position == len(in_ring):
+                return position
+            run = in_ring[position]
+            fits = run.layer == layer and run.first_page == page and run.end_page <= pages.stop
+            if not fits or run.first_slot + run.pages > ring_slots:
+                return position
+            page = run.end_page
+            position += 1
+    return position

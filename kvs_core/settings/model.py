@@ -1,0 +1,78 @@
+"""Settings of the model file: which one, and how it is read."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from kvs_core.settings.kinds import CSV, PATH, SWITCH, TEXT, choice
+from kvs_core.settings.setting import Group, Rule, Setting
+
+_model = partial(Setting, group=Group.MODEL)
+
+_NO_DOWNLOAD = Rule("downloading is not in this version; fetch the GGUF file yourself and give it with --model FILE")
+_NO_LOCK = "weights are memory-mapped and not locked in RAM"
+_MAPPED = "weights are always memory-mapped"
+_NO_DIRECT = "direct reads are not used: weights are memory-mapped"
+
+SETTINGS = (
+    _model("model", ("-m", "--model"), PATH,
+        "The GGUF file to load; of a split model its part -00001-of-.",
+        env="LLAMA_ARG_MODEL"),
+    _model("override_kv", ("--override-kv",), CSV,
+        "Replace the file's metadata: KEY=TYPE:VALUE with type int, float, bool or str, as in "
+        "llama.rope.freq_base=float:500000.",
+        default=(), append=True),
+    _model("load_mode", ("-lm", "--load-mode"), choice("auto", "none", "mmap", "mlock", "mmap+mlock", "dio"),
+        "How weights come from the file. They are mapped: the system reads what is used and may drop it again.",
+        default="auto", env="LLAMA_ARG_LOAD_MODE",
+        note=(Rule(_MAPPED, only=("none",)),
+              Rule(_NO_LOCK, only=("mlock", "mmap+mlock")),
+              Rule(_NO_DIRECT, only=("dio",)))),
+    _model("offline", ("--offline",), SWITCH,
+        "Never use the network. kvs never does.",
+        default=False, env="LLAMA_ARG_OFFLINE"),
+    _model("hf_repo", ("-hf", "-hfr", "--hf-repo"), TEXT,
+        "Model of a Hugging Face repository, USER/MODEL[:QUANT].",
+        env="LLAMA_ARG_HF_REPO",
+        refuse=(_NO_DOWNLOAD,)),
+    _model("hf_file", ("-hff", "--hf-file"), TEXT,
+        "File inside the Hugging Face repository.",
+        env="LLAMA_ARG_HF_FILE",
+        refuse=(_NO_DOWNLOAD,)),
+    _model("hf_token", ("-hft", "--hf-token"), TEXT,
+        "Hugging Face access token.",
+        env="HF_TOKEN",
+        note=(Rule("nothing is downloaded in this version"),)),
+    _model("model_url", ("-mu", "--model-url"), TEXT,
+        "Model to download from a URL.",
+        relevance="accept", env="LLAMA_ARG_MODEL_URL",
+        refuse=(_NO_DOWNLOAD,)),
+    _model("cache_list", ("-cl", "--cache-list"), SWITCH,
+        "List downloaded models and exit.",
+        default=False, relevance="accept",
+        note=(Rule("kvs keeps no cache of downloads, there is nothing to list"),)),
+    _model("lazy_mode", ("-lzm", "--lazy-mode"), choice("on", "auto", "off"),
+        "Read tensors from the file on first use.",
+        default="auto", relevance="accept", env="LLAMA_ARG_LAZY_MODE",
+        note=(Rule(_MAPPED, only=("off",)),)),
+    _model("check_tensors", ("--check-tensors",), SWITCH,
+        "Scan the weights for NaN and infinity.",
+        default=False, relevance="accept",
+        note=(Rule("the scan is skipped: weights are read piece by piece, on use"),)),
+    _model("mlock", ("--mlock",), SWITCH,
+        "Old spelling of --load-mode mlock.",
+        default=False, relevance="accept",
+        note=(Rule(_NO_LOCK),)),
+    _model("mmap", ("--mmap",), SWITCH,
+        "Old spelling of --load-mode mmap and none.",
+        default=True, relevance="accept", off=("--no-mmap",),
+        note=(Rule(_MAPPED),)),
+    _model("direct_io", ("-dio", "--direct-io"), SWITCH,
+        "Old spelling of --load-mode dio.",
+        default=False, relevance="accept",
+        note=(Rule(_NO_DIRECT),)),
+    _model("docker_repo", ("-dr", "--docker-repo"), TEXT,
+        "Model from a Docker registry.",
+        relevance="reject", env="LLAMA_ARG_DOCKER_REPO",
+        refuse=(Rule("Docker registries are not read; give the GGUF file with --model FILE"),)),
+)

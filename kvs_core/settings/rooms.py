@@ -1,0 +1,214 @@
+"""What the rooms receive: frozen values, checked once at birth, built from the table's values by ``typed.py``.
+
+    RunSettings
+    ├── engine: EngineSettings   model · context · kv · rope · device: all that the engine is built from
+    ├── sampling                 explicit sampling values only, under llama-server's API names
+    ├── prompt, chat             what to continue, and how it is wrapped
+    └── output, logging          what is printed, and where
+
+Sizes are tokens or pages; MiB where the name says so, as in the flags.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from kvs_core.errors import SettingsError
+from kvs_core.units import align_up
+
+KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
+CONTEXT_STEP_TOKENS = 256
+PAGE_STEP_TOKENS = 32
+VERBOSITY_ALL = 5
+
+ResidencyMode = Literal["adaptive", "window", "resident"]
+RopeScaling = Literal["none", "linear", "yarn"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSettings:
+    """The model file (part 00001 of a split file). override_kv: ``key=type:value`` texts, read with the file."""
+
+    path: Path
+    override_kv: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ContextPlan:
+    """Sizes that hold once the model's training length is known, in tokens. ``capped``: the flag asked for more."""
+
+    context_tokens: int
+    batch_tokens: int
+    ubatch_tokens: int
+    capped: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ContextSettings:
+    """Context and batch as asked for, in tokens. ``ctx_size`` 0: the training length. ``n_predict`` -1: no limit."""
+
+    ctx_size: int = 0
+    n_predict: int = -1
+    batch: int = 2048
+    ubatch: int = 512
+
+    def __post_init__(self) -> None:
+        for name, value, least in (("--ctx-size", self.ctx_size, 0), ("--n-predict", self.n_predict, -1),
+                                   ("--batch-size", self.batch, 1), ("--ubatch-size", self.ubatch, 1)):
+            if value < least:
+                raise SettingsError(f"{name} is {value}; give at least {least}")
+
+    def plan(self, train_tokens: int) -> ContextPlan:
+        """llama-server's rules: the context is rounded up to 256 tokens and then held to the training length; the batch
+        is at most the context as asked for (before rounding), the ubatch at most the batch."""
+        asked_tokens = self.ctx_size or train_tokens
+        context_tokens = min(align_up(asked_tokens, CONTEXT_STEP_TOKENS), train_tokens)
+        batch_tokens = min(self.batch, asked_tokens, context_tokens)
+        return ContextPlan(context_tokens, batch_tokens, min(self.ubatch, batch_tokens), asked_tokens > train_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class KvSettings:
+    """How keys and values are stored and moved.
+
+    arena_mib   the arena: KV pages plus the phases' workspaces; None: the engine chooses
+    pool_mib    instead of an arena: KV pages alone, workspace outside; never together with ``arena_mib``
+    ring_slots  pages of the ring, run_pages pages moved by one copy; 0: the engine chooses
+    rotation    quantised K and V are stored rotated by a Hadamard transform
+    """
+
+    type_k: str = "f16"
+    type_v: str = "f16"
+    page_tokens: int = 256
+    arena_mib: int | None = None
+    pool_mib: int | None = None
+    residency_mode: ResidencyMode = "adaptive"
+    ring_slots: int = 0
+    run_pages: int = 0
+    rotation: bool = True
+
+    def __post_init__(self) -> None:
+        for flag, name in (("--cache-type-k", self.type_k), ("--cache-type-v", self.type_v)):
+            if name not in KV_TYPES:
+                raise SettingsError(f"{flag} {name}: not a K/V type; use one of {', '.join(KV_TYPES)}")
+        if self.page_tokens < PAGE_STEP_TOKENS or self.page_tokens % PAGE_STEP_TOKENS:
+            raise SettingsError(f"--kv-page-tokens {self.page_tokens}: not a multiple of {PAGE_STEP_TOKENS}; use 256")
+        if self.arena_mib is not None and self.pool_mib is not None:
+            raise SettingsError("--kv-stream-arena-mib and --kv-stream-pool-mib exclude each other; give one of them")
+        for flag, size in (("--kv-stream-arena-mib", self.arena_mib), ("--kv-stream-pool-mib", self.pool_mib)):
+            if size is not None and size < 1:
+                raise SettingsError(f"{flag} is {size}; give at least 1 MiB")
+        for flag, pages in (("--kv-stream-ring-slots", self.ring_slots), ("--kv-stream-run-pages", self.run_pages)):
+            if pages < 0:
+                raise SettingsError(f"{flag} is {pages}; give a number of pages, or 0 for the engine's choice")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSettings:
+    """Position encoding instead of the model's own. None: as the model file says.
+
+    freq_scale factor on positions (1 / context expansion); yarn_* as in the YaRN paper, orig_ctx in tokens.
+    """
+
+    scaling: RopeScaling | None = None
+    freq_base: float | None = None
+    freq_scale: float | None = None
+    yarn_orig_ctx: int | None = None
+    yarn_ext_factor: float | None = None
+    yarn_attn_factor: float | None = None
+    yarn_beta_slow: float | None = None
+    yarn_beta_fast: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSettings:
+    """Where the model runs. threads: BLAS threads of the CPU device, None: as many as there are cores.
+    gpu_layers: layers asked to be on the device; None: all of them."""
+
+    name: Literal["auto", "cpu"] = "auto"
+    threads: int | None = None
+    gpu_layers: int | None = None
+
+    def check_gpu_layers(self, n_layer: int) -> None:
+        """All layers run on one device: refuse a count that splits a model of ``n_layer`` layers.
+
+        0 is what the CPU device does, so it is fine; so is any count of at least ``n_layer``.
+        """
+        if self.gpu_layers is not None and 0 < self.gpu_layers < n_layer:
+            raise SettingsError(f"--gpu-layers {self.gpu_layers}: the model has {n_layer} layers and they run on one "
+                                "device together; use --gpu-layers all")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """All that the engine is built from."""
+
+    model: ModelSettings
+    context: ContextSettings = ContextSettings()
+    kv: KvSettings = KvSettings()
+    rope: RopeSettings = RopeSettings()
+    device: DeviceSettings = DeviceSettings()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSettings:
+    """Exactly one source. text: the prompt itself, escapes already expanded; file: read as is; neither: stdin."""
+
+    text: str | None = None
+    file: Path | None = None
+
+    @property
+    def from_stdin(self) -> bool:
+        return self.text is None and self.file is None
+
+
+@dataclass(frozen=True, slots=True)
+class ChatSettings:
+    """Whether the prompt is wrapped as a user message, and by which template. template: Jinja text, None: the model's.
+    variables: extra template variables (``--chat-template-kwargs``, ``--reasoning``, ``--reasoning-effort``)."""
+
+    enabled: bool = False
+    system_prompt: str | None = None
+    template: str | None = None
+    template_file: Path | None = None
+    variables: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputSettings:
+    """What ``run`` prints. stop: strings that end the text; special: print special tokens; n_probs: top
+    log-probabilities per token in the JSON result."""
+
+    json: bool = False
+    n_probs: int = 0
+    special: bool = False
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LoggingSettings:
+    """Where log lines go besides stderr, and which. verbosity: 0 nothing but output, 1 errors, 2 warnings, 3 info,
+    4 and above debug."""
+
+    verbosity: int = 3
+    disabled: bool = False
+    file: Path | None = None
+    jsonl: bool = False
+    colors: Literal["on", "off", "auto"] = "auto"
+    prefix: bool = False
+    timestamps: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RunSettings:
+    """One ``kvs run``."""
+
+    engine: EngineSettings
+    prompt: PromptSettings
+    sampling: Mapping[str, object]
+    chat: ChatSettings = field(default_factory=ChatSettings)
+    output: OutputSettings = OutputSettings()
+    logging: LoggingSettings = LoggingSettings()

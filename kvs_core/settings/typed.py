@@ -1,0 +1,198 @@
+"""From the table's values to what the rooms receive. Rules between several settings are checked here."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvs_core.errors import SettingsError
+from kvs_core.settings.escapes import expand_escapes
+from kvs_core.settings.kinds import as_path
+from kvs_core.settings.rooms import (
+    VERBOSITY_ALL,
+    ChatSettings,
+    ContextSettings,
+    DeviceSettings,
+    EngineSettings,
+    KvSettings,
+    LoggingSettings,
+    ModelSettings,
+    OutputSettings,
+    PromptSettings,
+    RopeSettings,
+    RunSettings,
+)
+from kvs_core.settings.table import TABLE
+
+Values = Mapping[str, Any]
+"""One value for every key of the table, given or default."""
+
+
+def run_settings(values: Values, explicit: Collection[str], positionals: Sequence[str]) -> RunSettings:
+    """Settings of ``kvs run``; ``positionals`` is the prompt file or ``-``. Raises SettingsError."""
+    escape = values["escape"]
+    stop = tuple(expand_escapes(text, "--reverse-prompt") if escape else text for text in values["reverse_prompt"])
+    return RunSettings(
+        engine=engine_settings(values),
+        prompt=_prompt(values, positionals),
+        sampling=_sampling(values, explicit),
+        chat=_chat(values),
+        output=OutputSettings(json=values["json"], n_probs=values["n_probs"], special=values["special"], stop=stop),
+        logging=logging_settings(values),
+    )
+
+
+def info_settings(values: Values, positionals: Sequence[str]) -> EngineSettings:
+    """Settings of ``kvs info``; ``positionals`` may be the model instead of ``--model``. Raises SettingsError."""
+    if positionals and values["model"] is not None:
+        raise SettingsError(f"{positionals[0]} and --model {values['model']} are both models; give one of them")
+    if positionals:
+        values = {**values, "model": _path(positionals[0], "MODEL")}
+    return engine_settings(values)
+
+
+def engine_settings(values: Values) -> EngineSettings:
+    """All that the engine is built from. Raises SettingsError, also if there is no model."""
+    if values["model"] is None:
+        raise SettingsError("no model: give the GGUF file with --model FILE")
+    _check_drafts(values)
+    return EngineSettings(
+        model=ModelSettings(values["model"], values["override_kv"]),
+        context=_context(values),
+        kv=KvSettings(
+            type_k=values["cache_type_k"],
+            type_v=values["cache_type_v"],
+            page_tokens=values["page_tokens"],
+            arena_mib=values["arena_mib"],
+            pool_mib=values["pool_mib"] or None,
+            residency_mode=values["residency_mode"],
+            ring_slots=values["ring_slots"],
+            run_pages=values["run_pages"],
+            rotation=values["rotation"],
+        ),
+        rope=_rope(values),
+        device=DeviceSettings(
+            name=values["device"],
+            threads=values["threads"] if values["threads"] > 0 else None,
+            gpu_layers=values["gpu_layers"] if values["gpu_layers"] not in ("auto", "all", -1) else None,
+        ),
+    )
+
+
+def logging_settings(values: Values) -> LoggingSettings:
+    """Where log lines go, and which; ``-v`` is the highest verbosity."""
+    return LoggingSettings(
+        verbosity=VERBOSITY_ALL if values["verbose"] else values["verbosity"],
+        disabled=values["log_disable"],
+        file=values["log_file"],
+        jsonl=values["log_jsonl"],
+        colors=values["log_colors"],
+        prefix=values["log_prefix"],
+        timestamps=values["log_timestamps"],
+    )
+
+
+def _context(values: Values) -> ContextSettings:
+    ctx_size, cap = values["ctx_size"], values["kv_unified_per_slot"]
+    return ContextSettings(
+        ctx_size=min(ctx_size or cap, cap) if cap is not None else ctx_size,
+        n_predict=values["n_predict"],
+        batch=values["batch_size"],
+        ubatch=values["ubatch_size"],
+    )
+
+
+def _rope(values: Values) -> RopeSettings:
+    scale, freq_scale = values["rope_scale"], values["rope_freq_scale"]
+    if scale is not None and freq_scale is not None:
+        raise SettingsError("--rope-scale and --rope-freq-scale are each other's inverse; give one of them")
+    return RopeSettings(
+        scaling=values["rope_scaling"],
+        freq_base=values["rope_freq_base"] or None,
+        freq_scale=1.0 / scale if scale is not None else freq_scale,
+        yarn_orig_ctx=values["yarn_orig_ctx"] or None,
+        yarn_ext_factor=_unless_negative(values["yarn_ext_factor"]),
+        yarn_attn_factor=_unless_negative(values["yarn_attn_factor"]),
+        yarn_beta_slow=_unless_negative(values["yarn_beta_slow"]),
+        yarn_beta_fast=_unless_negative(values["yarn_beta_fast"]),
+    )
+
+
+def _unless_negative(value: float) -> float | None:
+    return value if value >= 0 else None
+
+
+def _prompt(values: Values, positionals: Sequence[str]) -> PromptSettings:
+    given = {"PROMPT_FILE": positionals[0] if positionals else None, "--prompt": values["prompt"],
+             "--file": values["file"]}
+    named = [name for name, value in given.items() if value is not None]
+    if not named:
+        raise SettingsError("no prompt: give PROMPT_FILE, --prompt TEXT, --file FILE, or - to read it from stdin")
+    if len(named) > 1:
+        raise SettingsError(f"{' and '.join(named)} are both prompts; give one of them")
+    if values["prompt"] is not None:
+        text = values["prompt"]
+        return PromptSettings(text=expand_escapes(text, "--prompt") if values["escape"] else text)
+    path = _path(positionals[0], "PROMPT_FILE") if positionals else values["file"]
+    return PromptSettings(file=None if path == Path("-") else path)
+
+
+def _path(text: str, name: str) -> Path:
+    try:
+        return as_path(text)
+    except ValueError as error:
+        raise SettingsError(f"{name}: {error}") from None
+
+
+def _chat(values: Values) -> ChatSettings:
+    system = values["system_prompt"]
+    if system is not None and not values["chat"]:
+        raise SettingsError("--system-prompt stands in the chat template, which is not used; add --chat")
+    if values["chat_template"] is not None and values["chat_template_file"] is not None:
+        raise SettingsError("--chat-template and --chat-template-file exclude each other; give one of them")
+    variables: dict[str, object] = dict(values["chat_template_kwargs"] or {})
+    if not isinstance(variables.get("enable_thinking", True), bool):
+        raise SettingsError("--chat-template-kwargs: enable_thinking is not a boolean; use true or false")
+    if values["reasoning"] != "auto":
+        variables["enable_thinking"] = values["reasoning"] == "on"
+    if values["reasoning_effort"] != "default":
+        variables["reasoning_effort"] = values["reasoning_effort"]
+    return ChatSettings(
+        enabled=values["chat"],
+        system_prompt=expand_escapes(system, "--system-prompt") if system is not None and values["escape"] else system,
+        template=values["chat_template"],
+        template_file=values["chat_template_file"],
+        variables=variables,
+    )
+
+
+def _sampling(values: Values, explicit: Collection[str]) -> dict[str, object]:
+    """Explicit values under their API names. Lists are lists, as in JSON; ``samplers`` may be a string of letters."""
+    if "samplers" in explicit and "sampler_seq" in explicit:
+        raise SettingsError("--samplers and --sampler-seq both set the samplers; give one of them")
+    chosen: dict[str, object] = {}
+    for setting in TABLE:
+        if setting.api and setting.key in explicit:
+            value = values[setting.key]
+            chosen[setting.api] = list(value) if isinstance(value, tuple) else value
+    breakers = chosen.get("dry_sequence_breakers")
+    if isinstance(breakers, list):
+        texts = [text for text in breakers if text != "none"]
+        chosen["dry_sequence_breakers"] = [
+            expand_escapes(text, "--dry-sequence-breaker") if values["escape"] else text for text in texts]
+    return chosen
+
+
+def _check_drafts(values: Values) -> None:
+    for letter, draft, main in (("k", values["spec_draft_type_k"], values["cache_type_k"]),
+                                ("v", values["spec_draft_type_v"], values["cache_type_v"])):
+        if draft not in (None, main):
+            raise SettingsError(f"--spec-draft-type-{letter} {draft}: drafts share the type of the cache, "
+                                f"{main}; leave it out or use {main}")
+    rates, most = values["spec_synth_rates"], values["spec_draft_n_max"]
+    if rates is not None and values["spec_synth_len"] is not None:
+        raise SettingsError("--spec-synth-len and --spec-synth-rates exclude each other; give one of them")
+    if rates is not None and (len(rates) != most or list(rates) != sorted(rates, reverse=True)):
+        raise SettingsError(f"--spec-synth-rates: expected {most} rates that never rise, one per drafted token of "
+                            f"--spec-draft-n-max {most}, got {len(rates)}")

@@ -1,0 +1,137 @@
+"""Handover: takes the arena from one phase's layout to the other's, or changes nothing.
+
+Both layouts have the KV pool at one offset, so the pages whose slots lie in both pools stay where they are; those at
+the end of a pool that shrinks are streamed from then on, or move down, before anything is committed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvs_core.device.base import Buffer, Device
+from kvs_core.device.workspace import BufferSpec, Workspace, workspace_bytes
+from kvs_core.errors import DeviceError
+from kvs_core.memory.arena import Arena
+from kvs_core.memory.lease import Lease
+from kvs_core.memory.phases import KV_POOL, HandoverOrder, HandoverState, HandoverStep, MemoryPlan, Phase
+from kvs_core.streaming.kv_stream import KvStream
+from kvs_core.streaming.layer_kv import AttentionScratch
+
+WORKSPACE = "workspace"
+"""The region of a phase's activations and attention scratch."""
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseBuffers:
+    """What a phase keeps in its workspace: the model's buffers and, by name, attention's flat float32 scratch."""
+
+    specs: tuple[BufferSpec, ...]
+    scratch: tuple[str, ...]   # of "groups", "segments", "running"
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the workspace."""
+        return workspace_bytes(self.specs)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The layout in use: its phase, the leases that keep it alive, and the buffers bound to it."""
+
+    phase: Phase
+    leases: tuple[Lease, ...]
+    workspace: Workspace
+    pool: Buffer
+    scratch: AttentionScratch
+
+    def release(self) -> None:
+        """Give the leases back."""
+        for lease in self.leases:
+            lease.release()
+
+
+def scratch_name(name: str) -> str:
+    """Name, in a workspace, of one of attention's scratch buffers."""
+    return f"attention_{name}"
+
+
+class Handover:
+    """Carries out phase changes on one arena, its KV and a device."""
+
+    def __init__(
+        self, device: Device, arena: Arena, memory: MemoryPlan, kv: KvStream, buffers: dict[Phase, PhaseBuffers]
+    ) -> None:
+        self._device = device
+        self._arena = arena
+        self._memory = memory
+        self._kv = kv
+        self._buffers = buffers
+
+    def start(self, phase: Phase) -> Layout:
+        """The first layout of a fresh arena."""
+        with self._arena.begin() as transaction:
+            self._memory.reserve(transaction, phase)
+            transaction.commit()
+        return self._bind(phase)
+
+    def change(self, layout: Layout, phase: Phase) -> Layout:
+        """From ``layout`` to ``phase``, between steps. On an error before the commit ``layout`` is in use as before.
+
+        An error after it closes the arena: no layout may be used, and the host history is still valid.
+        """
+        order = HandoverOrder(self._arena)
+        transaction = None
+        try:
+            with order.step(HandoverStep.PREPARE):
+                transaction = self._arena.begin()
+                self._memory.reserve(transaction, phase)
+            with order.step(HandoverStep.DRAIN):
+                self._kv.vacate(self._memory.slots(phase))
+                self._kv.drain()
+            with order.step(HandoverStep.DROP_GRAPHS):
+                self._device.drop_captured()
+            with order.step(HandoverStep.RELEASE):
+                layout.release()
+            with order.step(HandoverStep.COMMIT):
+                transaction.commit()
+            with order.step(HandoverStep.BIND):
+                new = self._bind(phase)
+            with order.step(HandoverStep.ACTIVATE):
+                return new
+        except BaseException as error:
+            if order.state is HandoverState.ROLLED_BACK:
+                if transaction is not None:
+                    transaction.rollback()
+                layout.release()
+                self._bind(layout.phase)
+                raise
+            if order.state is HandoverState.CLOSED and isinstance(error, Exception):
+                raise DeviceError(
+                    f"the change to the {phase.value} phase failed after its commit ({error}); the session is closed, "
+                    "what was published to the host history is valid: start again"
+                ) from error
+            raise
+
+    def _bind(self, phase: Phase) -> Layout:
+        regions = [KV_POOL, WORKSPACE]
+        leases = tuple(self._arena.lease(region) for region in regions)
+        pool_view, ws_view = (lease.view for lease in leases)
+        buffers = self._buffers[phase]
+        workspace = Workspace(self._device, ws_view.offset, ws_view.size_bytes, buffers.specs)
+        page_bytes = self._kv.geometry.page_bytes
+        pool = self._device.arena_view(pool_view.offset, (pool_view.size_bytes // page_bytes, page_bytes), np.uint8)
+        scratch = AttentionScratch(**{name: workspace[scratch_name(name)] for name in buffers.scratch})
+        self._kv.bind(pool, scratch)
+        return Layout(phase, leases, workspace, pool, scratch)
+
+
+def attention_scratch(
+    phase: Phase, *, rows: int, heads: int, v_dim: int, groups: int, segments: int
+) -> Sequence[tuple[str, BufferSpec]]:
+    """The attention buffers of a phase for steps of up to ``rows`` rows, by the field of ``AttentionScratch``."""
+    partial = rows * heads * (v_dim + 2)
+    sizes = {"running": partial} if phase is Phase.PREFILL else {"groups": groups * partial, "segments": segments * partial}
+    return [(name, BufferSpec(scratch_name(name), (size,), np.float32)) for name, size in sizes.items()]

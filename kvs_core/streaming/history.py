@@ -1,0 +1,90 @@
+"""HostHistory: the complete KV of one cache in pinned host memory, per layer a list of slabs. The authority.
+
+Slabs grow with the context (``paging.slabs``). A helper thread pins the next ones before they are needed, a layer at a
+time, since pinning is slow; ``ensure`` waits for it only if the context has caught up.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+
+from kvs_core.device.base import Buffer, Device
+from kvs_core.errors import DeviceError
+from kvs_core.paging.geometry import PageGeometry
+from kvs_core.paging.schedule import Run
+from kvs_core.paging.slabs import slab, slab_of
+from kvs_core.units import MIB
+
+
+class HostHistory:
+    """Pages of ``layers`` attention layers, up to ``capacity_pages`` each.
+
+    What has been published into it stays valid whatever happens on the device.
+    """
+
+    def __init__(self, device: Device, geometry: PageGeometry, layers: int, capacity_pages: int) -> None:
+        self._device = device
+        self._geometry = geometry
+        self._capacity_pages = capacity_pages
+        self._slabs: list[list[np.ndarray]] = [[] for _ in range(layers)]
+        self._helper = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvs-pin")
+        self._ahead: list[Future[np.ndarray] | None] = [None] * layers
+
+    @property
+    def size_bytes(self) -> int:
+        """Pinned bytes held now."""
+        return sum(part.nbytes for slabs in self._slabs for part in slabs)
+
+    def ensure(self, pages: int) -> None:
+        """Have room for pages [0, pages) of every layer. ``DeviceError`` if there is no more pinned memory; nothing is lost."""
+        if pages == 0:
+            return
+        last = slab_of(pages - 1)
+        for layer, slabs in enumerate(self._slabs):
+            while len(slabs) <= last.index:
+                slabs.append(self._take(layer, len(slabs)))
+        # Begin with the next slab when the last one is half full, one layer after the other.
+        ahead = last.index + 1
+        if pages - last.first_page > last.pages // 2 and slab(ahead).first_page < self._capacity_pages:
+            for layer in range(len(self._slabs)):
+                if self._ahead[layer] is None and len(self._slabs[layer]) == ahead:
+                    self._ahead[layer] = self._helper.submit(self._allocate, ahead)
+
+    def page(self, layer: int, page: int) -> Buffer:
+        """The bytes of one page, uint8 [page_bytes]."""
+        return self._range(layer, page, 1)
+
+    def run(self, run: Run) -> Buffer:
+        """The bytes of a run's pages, uint8 [pages * page_bytes]: one contiguous piece of one slab."""
+        return self._range(run.layer, run.first_page, run.pages)
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._helper.shutdown(wait=True, cancel_futures=True)
+        self._slabs = [[] for _ in self._slabs]
+
+    def _range(self, layer: int, first_page: int, pages: int) -> Buffer:
+        where = slab_of(first_page)
+        assert first_page + pages <= where.end_page, f"pages [{first_page}, {first_page + pages}) cross a slab's end"
+        size = self._geometry.page_bytes
+        start = (first_page - where.first_page) * size
+        return self._slabs[layer][where.index][start : start + pages * size]
+
+    def _take(self, layer: int, index: int) -> np.ndarray:
+        future = self._ahead[layer]
+        self._ahead[layer] = None
+        return future.result() if future is not None else self._allocate(index)
+
+    def _allocate(self, index: int) -> np.ndarray:
+        where = slab(index)
+        pages = min(where.pages, self._capacity_pages - where.first_page)
+        size = pages * self._geometry.page_bytes
+        try:
+            return self._device.allocate_pinned(size)
+        except (DeviceError, MemoryError) as error:
+            raise DeviceError(
+                f"no host memory for {size / MIB:.1f} MiB more of KV history ({self.size_bytes / MIB:.0f} MiB held); "
+                "lower --ctx-size or use a smaller KV type"
+            ) from error

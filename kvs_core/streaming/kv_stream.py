@@ -1,0 +1,387 @@
+"""KvStream: joins cache, policy, plan and schedule for one step, and lends the model a ``LayerKv`` per layer.
+
+    with kv.begin(rows, phase) as step:      pages assigned, cuts and ring decided, copies under way
+        ... model: step.layer(i).write / attend ...
+        step.settle(keep)                    commit those rows; full pages go home
+
+Leaving the block without ``settle`` (an error, a caller who stops) drops the rows: back to the last commit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from types import TracebackType
+
+import numpy as np
+
+from kvs_core.device.base import Buffer, Device, Fence
+from kvs_core.memory.phases import Phase
+from kvs_core.paging.cache import LogicalCache
+from kvs_core.paging.geometry import PageGeometry
+from kvs_core.paging.residency import Observation, ResidencyConfig, ResidencyState, residency_step
+from kvs_core.paging.slots import PageId, PageTable
+from kvs_core.paging.spans import AttendCall, Chunk, PageRef, RowSpan, SpanPlan, plan_decode_calls
+from kvs_core.streaming.history import HostHistory
+from kvs_core.streaming.layer_kv import AttentionScratch, LayerKv
+from kvs_core.streaming.publisher import Publisher
+from kvs_core.streaming.streamer import Streamer
+
+
+@dataclass(frozen=True, slots=True)
+class KvStats:
+    """Where the pages are now, and what has happened since the start."""
+
+    pool_pages: int
+    resident_pages: int
+    ring_slots: int
+    active_pages: int
+    streamed_pages_per_step: int
+    repartitions: int
+    history_bytes: int
+
+
+class KvStream:
+    """The KV of one cache: its pages in the pool of the arena, its history, and the copies between them."""
+
+    def __init__(
+        self, device: Device, geometry: PageGeometry, config: ResidencyConfig, capacity_tokens: int
+    ) -> None:
+        self.geometry = geometry
+        self.layers = config.layers
+        self.cache = LogicalCache(capacity_tokens)
+        self._device = device
+        self._config = config
+        self._state = ResidencyState(cuts=(0,) * config.layers)
+        self._pages = 0                                      # pages per layer that exist, resident or streamed
+        self._table = PageTable(0)
+        self._history = HostHistory(device, geometry, config.layers, geometry.pages_of(capacity_tokens))
+        self._publisher = Publisher(device, self.cache, self._history)
+        self._streamer = Streamer(device, self._history, self._slots_view)
+        self._promoted: dict[PageId, Fence] = {}             # resident pages whose bytes are still on their way
+        self._pool: Buffer | None = None
+        self._scratch = AttentionScratch()
+        self._plans: dict[int, tuple[SpanPlan, list[AttendCall]]] = {}
+        self._step: KvStep | None = None
+        self._repartitions = 0
+        self._scheduled: tuple[tuple[int, ...], int] | None = None
+        self._gap_s = 0.0
+
+    # Layout: called at start and by a hand-over, between steps.
+
+    def bind(self, pool: Buffer, scratch: AttentionScratch) -> None:
+        """Use this pool, uint8 [slots, page_bytes], and this scratch from now on. Resident pages lie in both pools."""
+        self._pool = pool
+        self._scratch = scratch
+        self._table.resize(ring_slots=self._table.ring_slots, pool_slots=pool.shape[0])
+
+    def vacate(self, pool_slots: int) -> None:
+        """Empty the slots from ``pool_slots`` on: oldest groups become streamed, the rest moves down. For a hand-over."""
+        assert self._step is None
+        if self._pool is None or pool_slots >= self._table.pool_slots:
+            return
+        self._apply(self._decide(pool_slots, self.cache.committed, self._pages), pool_slots, self._pages)
+
+    def drain(self) -> None:
+        """Publish what is dirty and block until every stream is empty."""
+        self.publish_dirty()
+        self._publisher.wait_all()
+        self._device.copy.synchronize()
+        self._device.publish.synchronize()
+
+    def publish_dirty(self) -> None:
+        """Send home every page that holds committed rows which have not been sent, a part-filled tail page too."""
+        assert self._step is None
+        committed = self.cache.committed
+        if self._publisher.enqueued < committed:
+            first = self._publisher.enqueued // self.geometry.page_tokens
+            self._publish(range(first, self.geometry.pages_of(committed)), committed)
+
+    # Steps.
+
+    def begin(self, rows: int, phase: Phase) -> KvStep:
+        """Open a step of ``rows`` rows behind the committed ones. ``ContextError``, ``BudgetError`` or ``DeviceError``."""
+        assert self._step is None and self._pool is not None
+        positions = self.cache.reserve(rows)
+        try:
+            self._publisher.poll()
+            pages = self.geometry.pages_of(positions.stop)
+            self._history.ensure(pages)
+            self._apply(self._decide(self._table.pool_slots, positions.start, pages), self._table.pool_slots, pages)
+            self._streamer.pump()
+        except BaseException:
+            self._abandon()
+            raise
+        self._step = KvStep(self, self._device, positions.start, rows, phase, self._pool, self._scratch)
+        return self._step
+
+    def truncate(self, tokens: int) -> None:
+        """Forget the rows from ``tokens`` on. What the new tail page needs comes back with the next step."""
+        assert self._step is None
+        self._publisher.wait_all()
+        self._streamer.empty()
+        self.cache.truncate(tokens)
+        self._forget_pages(self.geometry.pages_of(tokens))
+
+    def stats(self) -> KvStats:
+        """A snapshot."""
+        return KvStats(
+            pool_pages=self._table.pool_slots,
+            resident_pages=len(self._table),
+            ring_slots=self._table.ring_slots,
+            active_pages=self._pages * self.layers,
+            streamed_pages_per_step=self._streamer.schedule.streamed_pages,
+            repartitions=self._repartitions,
+            history_bytes=self._history.size_bytes,
+        )
+
+    def history_page(self, layer: int, page: int) -> np.ndarray:
+        """The published bytes of a page (for saving and for tests)."""
+        return np.asarray(self._history.page(layer, page))
+
+    def close(self) -> None:
+        """Let go of the history's memory; the streams must be empty or dead."""
+        self._history.close()
+
+    # For KvStep.
+
+    def _settle(self, keep: int) -> None:
+        self.cache.settle(keep)
+        self._forget_pages(self.geometry.pages_of(self.cache.committed))
+        full = self.cache.committed // self.geometry.page_tokens
+        first = self._publisher.enqueued // self.geometry.page_tokens
+        if full > first:
+            self._publish(range(first, full), full * self.geometry.page_tokens)
+
+    def _abandon(self) -> None:
+        self._streamer.empty()
+        self.cache.settle(0)
+        self._forget_pages(self.geometry.pages_of(self.cache.committed))
+
+    def _layer(self, step: KvStep, layer: int) -> LayerKv:
+        return LayerKv(self._device, self.geometry, self._streamer, step, layer)
+
+    def _plan(self, layer: int) -> tuple[SpanPlan, list[AttendCall]]:
+        planned = self._plans.get(layer)
+        if planned is None:
+            plan = SpanPlan(tuple(self._chunks(layer)), self._pages)
+            planned = self._plans[layer] = (plan, plan_decode_calls(plan))
+        return planned
+
+    def _chunks(self, layer: int) -> Iterator[Chunk]:
+        for run in self._streamer.schedule.by_layer[layer] if self._streamer.schedule.runs else ():
+            pages = tuple(PageRef(run.first_page + i, run.first_slot + i) for i in range(run.pages))
+            yield Chunk(pages, run)
+        resident = range(self._state.cuts[layer], self._pages)
+        yield Chunk(tuple(PageRef(page, self._table.slot_of(PageId(layer, page))) for page in resident))
+
+    def _row_spans(self, layer: int, first: int, rows: int) -> list[RowSpan]:
+        spans = []
+        size = self.geometry.page_tokens
+        position = first
+        while position < first + rows:
+            page, row = divmod(position, size)
+            count = min(size - row, first + rows - position)
+            spans.append(RowSpan(self._table.slot_of(PageId(layer, page)), row, position - first, count))
+            position += count
+        return spans
+
+    def _wait_resident(self, layer: int) -> None:
+        for page in [page for page in self._promoted if page.layer == layer]:
+            self._wait_promoted(page)
+
+    def _step_closed(self, longest_gap_s: float) -> None:
+        self._step = None
+        if longest_gap_s > 0:
+            self._gap_s = longest_gap_s
+
+    # Deciding and carrying out.
+
+    def _decide(self, pool_slots: int, first_position: int, pages: int) -> ResidencyState:
+        seen = Observation(
+            pages=pages,
+            writable_page=first_position // self.geometry.page_tokens,
+            pool_slots=pool_slots,
+            gap_s=self._gap_s,
+            starved=self._streamer.take_starved(),
+        )
+        return residency_step(self._config, self._state, seen)
+
+    def _apply(self, state: ResidencyState, pool_slots: int, pages: int) -> None:
+        """Make table, ring and pages what ``state`` says, for a pool and for ``pages`` pages per layer.
+
+        Each move is complete in itself: an error in between leaves a table that is true, and the next step plans anew.
+        """
+        if self._scheduled != (state.cuts, state.ring_slots) or pool_slots != self._table.pool_slots:
+            self._scheduled = None
+            self._plans.clear()
+            self._evict(state.cuts)
+            if state.ring_slots <= self._table.ring_slots:
+                self._replan(state)
+                self._table.resize(ring_slots=state.ring_slots, pool_slots=self._table.pool_slots)
+                self._clear_the_way(state.ring_slots, pool_slots)
+                self._table.resize(ring_slots=state.ring_slots, pool_slots=pool_slots)
+            else:
+                self._clear_the_way(state.ring_slots, pool_slots)
+                self._table.resize(ring_slots=state.ring_slots, pool_slots=pool_slots)
+                self._replan(state)
+            self._scheduled = (state.cuts, state.ring_slots)
+            self._repartitions += 1
+        self._state = state
+        self._promote()
+        self._grow(pages)
+
+    def _replan(self, state: ResidencyState) -> None:
+        self._streamer.replan(
+            [range(cut) for cut in state.cuts],
+            ring_slots=state.ring_slots,
+            run_pages=self._config.run_pages_in(state.ring_slots),
+        )
+
+    def _evict(self, cuts: Sequence[int]) -> None:
+        """Pages below their layer's new cut give their slots back; their bytes are in the history."""
+        going = [page for page in self._table if page.page < cuts[page.layer]]
+        if going:
+            self._publisher.wait_for((max(page.page for page in going) + 1) * self.geometry.page_tokens)
+        for page in going:
+            self._release(page)
+
+    def _clear_the_way(self, ring_slots: int, pool_slots: int) -> None:
+        """Move resident pages out of slots that the ring takes or the pool gives up."""
+        moving = self._table.in_the_way(ring_slots=ring_slots, pool_slots=pool_slots)
+        if moving:
+            self._publisher.wait_all()
+            self._device.copy.wait(self._device.compute.record())
+        for page in moving:
+            self._wait_promoted(page)
+            target = self._table.free_slot(range(max(ring_slots, self._table.ring_slots), pool_slots))
+            assert target is not None, "the policy kept more pages than fit"
+            source = self._slots_view(self._table.slot_of(page), 1)
+            self._device.enqueue_copy(self._slots_view(target, 1), source, self._device.copy)
+            self._device.compute.wait(self._device.copy.record())
+            self._table.move_to(page, target)
+            self._device.discard(source)
+
+    def _promote(self) -> None:
+        """Streamed pages at or above their layer's cut come back to stay; attention waits for each where it reads it."""
+        back = [
+            PageId(layer, page)
+            for layer, cut in enumerate(self._state.cuts)
+            for page in range(cut, self._pages)
+            if not self._table.holds(PageId(layer, page))
+        ]
+        if back:
+            self._plans.clear()
+            self._device.copy.wait(self._device.compute.record())
+        for page in back:
+            view = self._slots_view(self._table.assign(page), 1)
+            self._device.enqueue_copy(view, self._history.page(page.layer, page.page), self._device.copy)
+            self._promoted[page] = self._device.copy.record()
+
+    def _grow(self, pages: int) -> None:
+        """New tail pages, cleared: stale scales times zero weights would be NaN."""
+        if pages == self._pages:
+            return
+        self._plans.clear()
+        for page in range(self._pages, pages):
+            for layer in range(self.layers):
+                slot = self._table.assign(PageId(layer, page))
+                self._device.ops.zero_page(self._pool, self.geometry, slot)
+        self._pages = pages
+
+    def _forget_pages(self, pages: int) -> None:
+        """Pages from ``pages`` on hold no committed row."""
+        gone = [page for page in self._table if page.page >= pages]
+        if gone or self._pages > pages:
+            self._plans.clear()
+        for page in gone:
+            self._release(page)
+        self._pages = min(self._pages, pages)
+
+    def _release(self, page: PageId) -> None:
+        self._wait_promoted(page)
+        self._device.discard(self._slots_view(self._table.release(page), 1))
+
+    def _wait_promoted(self, page: PageId) -> None:
+        fence = self._promoted.pop(page, None)
+        if fence is not None:
+            self._device.compute.wait(fence)
+
+    def _publish(self, pages: range, tokens: int) -> None:
+        ids = [PageId(layer, page) for page in pages for layer in range(self.layers)]
+        views = [self._slots_view(self._table.slot_of(page), 1) for page in ids]
+        self._publisher.enqueue(list(zip(ids, views, strict=True)), tokens)
+
+    def _slots_view(self, first_slot: int, slots: int) -> Buffer:
+        assert self._pool is not None
+        return self._pool[first_slot : first_slot + slots].reshape(-1)
+
+
+class KvStep:
+    """One open step. ``layer(i)`` lends the KV of attention layer i; layers are used in order, each once."""
+
+    def __init__(
+        self, kv: KvStream, device: Device, first_position: int, rows: int, phase: Phase, pool: Buffer,
+        scratch: AttentionScratch,
+    ) -> None:
+        self.first_position = first_position
+        self.rows = rows
+        self.phase = phase
+        self.pool = pool
+        self.scratch = scratch
+        self._kv = kv
+        self._device = device
+        self._open = True
+        self._longest_gap_s = 0.0
+        self._last_attention_s: float | None = None
+
+    def __enter__(self) -> KvStep:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._open:
+            self._close()
+            self._kv._abandon()
+
+    def layer(self, layer: int) -> LayerKv:
+        """The KV of one attention layer, for this step."""
+        assert self._open, "the step is over"
+        return self._kv._layer(self, layer)
+
+    def settle(self, keep: int) -> None:
+        """Commit the first ``keep`` rows, drop the rest, and close the step."""
+        assert self._open, "the step is over"
+        self._close()
+        self._kv._settle(keep)
+
+    # For LayerKv.
+
+    def row_spans(self, layer: int) -> Sequence[RowSpan]:
+        """Where this step's rows go in a layer."""
+        return self._kv._row_spans(layer, self.first_position, self.rows)
+
+    def span_plan(self, layer: int) -> SpanPlan:
+        """What attention of a layer reads."""
+        return self._kv._plan(layer)[0]
+
+    def decode_calls(self, layer: int) -> Sequence[AttendCall]:
+        """The calls of a layer's decode attention."""
+        return self._kv._plan(layer)[1]
+
+    def begin_attention(self, layer: int) -> None:
+        """Attention of a layer begins: resident pages that were copied back are waited for."""
+        now = perf_counter()
+        if self._last_attention_s is not None:
+            self._longest_gap_s = max(self._longest_gap_s, now - self._last_attention_s)
+        self._kv._wait_resident(layer)
+
+    def end_attention(self) -> None:
+        """Attention of a layer is enqueued."""
+        self._last_attention_s = perf_counter()
+
+    def _close(self) -> None:
+        self._open = False
+        self._kv._step_closed(self._longest_gap_s)

@@ -1,0 +1,126 @@
+"""Streamer: keeps the ring ahead of attention on the copy stream, across layers and on into the next step.
+
+A run's life: its slots are EMPTY; ``pump`` enqueues the copy (FILLING) behind the fences of the slots' last readers;
+``acquire`` makes the compute stream wait for it (READY, READING); ``release`` records consumed (EMPTY) and pumps again.
+Runs are fetched and read in the order of the schedule, round and round.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvs_core.device.base import Buffer, Device, Fence
+from kvs_core.paging.schedule import PrefetchSchedule, Run, head_in_ring, plan_schedule
+from kvs_core.paging.slots import Ring, SlotState
+from kvs_core.streaming.history import HostHistory
+
+
+@dataclass(frozen=True, slots=True)
+class _InRing:
+    """A run that is in the ring, or on its way."""
+
+    run: Run
+    ready: Fence
+
+
+class Streamer:
+    """Carries out one ``PrefetchSchedule`` after another.
+
+    pool_view(first_slot, slots)  the bytes of those slots
+    starved                       since last asked: attention waited while no copy was under way for want of a slot
+    """
+
+    def __init__(self, device: Device, history: HostHistory, pool_view: Callable[[int, int], Buffer]) -> None:
+        self._device = device
+        self._history = history
+        self._pool_view = pool_view
+        self._schedule = PrefetchSchedule((), 0, ())
+        self._ring = Ring(0)
+        self._in_ring: deque[_InRing] = deque()
+        self._consumed: dict[int, Fence] = {}
+        self._next_fetch = 0
+        self._next_read = 0
+        self._starved = False
+
+    @property
+    def schedule(self) -> PrefetchSchedule:
+        """The schedule being carried out."""
+        return self._schedule
+
+    def take_starved(self) -> bool:
+        """Whether the link has idled for want of a slot while attention waited; asking clears it."""
+        starved, self._starved = self._starved, False
+        return starved
+
+    def replan(self, streamed: Sequence[range], *, ring_slots: int, run_pages: int) -> None:
+        """Between steps: take up a new schedule. Runs copied ahead that still head it keep their slots.
+
+        Every streamed page is published already.
+        """
+        assert self._next_read == 0, "a step is being read"
+        runs = [entry.run for entry in self._in_ring]
+        kept = head_in_ring(streamed, ring_slots, runs)
+        while len(self._in_ring) > kept:
+            self._drop(self._in_ring.pop())
+        self._ring.resize(ring_slots)
+        self._consumed = {slot: fence for slot, fence in self._consumed.items() if slot < ring_slots}
+        # Slots that join the ring were read, or written, by the compute stream last.
+        self._device.copy.wait(self._device.compute.record())
+        self._schedule = plan_schedule(streamed, ring_slots=ring_slots, run_pages=run_pages, kept=runs[:kept])
+        self._next_fetch = kept % max(1, len(self._schedule.runs))
+        self.pump()
+
+    def empty(self) -> None:
+        """Drop all that was copied ahead; afterwards no copy into the ring is under way."""
+        while self._in_ring:
+            self._drop(self._in_ring.pop())
+        self._consumed.clear()
+        self._device.copy.wait(self._device.compute.record())
+        self._next_fetch = self._next_read = 0
+
+    def pump(self) -> None:
+        """Enqueue copies as far as the ring has room."""
+        runs = self._schedule.runs
+        while runs and len(self._in_ring) < len(runs):
+            run = runs[self._next_fetch]
+            if not self._ring.all_empty(run.slots):
+                return
+            for slot in run.slots:
+                fence = self._consumed.pop(slot, None)
+                if fence is not None:
+                    self._device.copy.wait(fence)
+            self._ring.move(run.slots, SlotState.FILLING)
+            self._device.enqueue_copy(
+                self._pool_view(run.first_slot, run.pages), self._history.run(run), self._device.copy
+            )
+            self._in_ring.append(_InRing(run, self._device.copy.record()))
+            self._next_fetch = (self._next_fetch + 1) % len(runs)
+
+    def acquire(self, run: Run) -> None:
+        """Before the attention call that reads ``run``: the compute stream waits until it is there."""
+        entry = self._in_ring[0]
+        assert entry.run == run and self._schedule.runs[self._next_read] == run, (entry.run, run)
+        if not entry.ready.done() and len(self._in_ring) == 1 and len(self._schedule.runs) > 1:
+            self._starved = True
+        self._ring.move(run.slots, SlotState.READY)
+        self._device.compute.wait(entry.ready)
+        self._ring.move(run.slots, SlotState.READING)
+
+    def release(self, run: Run) -> None:
+        """After the last attention call that reads ``run``: its slots may be filled again once that call is done."""
+        entry = self._in_ring.popleft()
+        assert entry.run == run
+        consumed = self._device.compute.record()
+        for slot in run.slots:
+            self._consumed[slot] = consumed
+        self._ring.move(run.slots, SlotState.EMPTY)
+        self._device.discard(self._pool_view(run.first_slot, run.pages))
+        self._next_read = (self._next_read + 1) % len(self._schedule.runs)
+        self.pump()
+
+    def _drop(self, entry: _InRing) -> None:
+        # Whoever uses the slot next must not meet the copy that is still under way.
+        self._device.compute.wait(entry.ready)
+        self._ring.move(entry.run.slots, SlotState.EMPTY)

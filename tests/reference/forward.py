@@ -1,0 +1,222 @@
+"""Forward passes of ``llama`` and ``qwen35`` as plain as they can be written: the oracle that needs nothing but NumPy.
+
+One sequence from its start, no cache, no pages, full softmax matrices, the delta rule one token at a time, everything
+in float64. Weights come from ``gguf.GGUFReader`` and are dequantised when used. Formulas: the model's own papers
+(Llama: arXiv 2302.13971; Gated DeltaNet: arXiv 2412.06464) as llama.cpp applies them to GGUF tensors.
+
+Shapes use T tokens, V vocabulary, E hidden, H query heads, G KV heads, D head size; a matrix is (out, in).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Outputs of one pass over T tokens."""
+
+    logits: Array
+    """[T, V]"""
+    hidden: Array
+    """[T, E] rows after output_norm: what the output head multiplies"""
+
+
+def forward(path: Path, tokens: Sequence[int]) -> Result:
+    """Run ``tokens`` through the model at ``path``, from position 0."""
+    model = GgufModel(path)
+    block = {"llama": _llama_block, "qwen35": _qwen35_block}[model.arch]
+    x = model.rows("token_embd.weight", tokens)
+    for layer in range(model.trunk_layers):
+        x = block(model, layer, x)
+    hidden = rms_norm(x, model.tensor("output_norm.weight"), model.eps)
+    return Result(hidden @ model.head.T, hidden)
+
+
+def forward_mtp(path: Path, tokens: Sequence[int], hidden: Array) -> Result:
+    """The MTP block over the same tokens: row ``p`` joins token ``p`` with the trunk's hidden row ``p - 1``.
+
+    hidden  [T, E] from ``forward``; the row before the first one is zero
+    Its logits at ``p`` are those of token ``p + 1``; its hidden rows are what the next draft step takes.
+    """
+    model = GgufModel(path)
+    layer = model.trunk_layers
+    prefix = f"blk.{layer}.nextn."
+    before = np.vstack([np.zeros((1, hidden.shape[1])), hidden[:-1]])
+    token_part = rms_norm(model.rows("token_embd.weight", tokens), model.tensor(prefix + "enorm.weight"), model.eps)
+    state_part = rms_norm(before, model.tensor(prefix + "hnorm.weight"), model.eps)
+    x = np.hstack([token_part, state_part]) @ model.tensor(prefix + "eh_proj.weight").T
+    x = x + _gated_attention(model, layer, rms_norm(x, model.tensor(f"blk.{layer}.attn_norm.weight"), model.eps))
+    x = x + _feed_forward(model, layer, x, "post_attention_norm")
+    out = rms_norm(x, model.tensor(prefix + "shared_head_norm.weight"), model.eps)
+    return Result(out @ model.head.T, out)
+
+
+class GgufModel:
+    """Metadata and tensors of one GGUF, as float64."""
+
+    def __init__(self, path: Path) -> None:
+        self._reader = gguf.GGUFReader(path)
+        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+        self.arch: str = self._reader.fields["general.architecture"].contents()
+        self.eps: float = self.key("attention.layer_norm_rms_epsilon")
+        self.trunk_layers: int = self.key("block_count") - self.key("nextn_predict_layers", 0)
+        self.heads: int = self.key("attention.head_count")
+        self.kv_heads: int = self.key("attention.head_count_kv", self.heads)
+        self.head_dim: int = self.key("attention.key_length", self.key("embedding_length") // self.heads)
+        self.rotated: int = self.key("rope.dimension_count", self.head_dim)
+        self.base: float = self.key("rope.freq_base", 10000.0)
+
+    def key(self, name: str, default: Any = None) -> Any:
+        """Value of ``<arch>.<name>``."""
+        field = self._reader.fields.get(f"{self.arch}.{name}")
+        if field is None and default is None:
+            raise KeyError(f"{self.arch}.{name}")
+        return default if field is None else field.contents()
+
+    def has(self, name: str) -> bool:
+        return name in self._tensors
+
+    def tensor(self, name: str) -> Array:
+        tensor = self._tensors[name]
+        return gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float64)
+
+    def rows(self, name: str, indices: Sequence[int]) -> Array:
+        tensor = self._tensors[name]
+        return gguf.quants.dequantize(tensor.data[np.asarray(indices)], tensor.tensor_type).astype(np.float64)
+
+    @property
+    def head(self) -> Array:
+        """[V, E]: the output head, or the token table where the two are tied."""
+        return self.tensor("output.weight" if self.has("output.weight") else "token_embd.weight")
+
+
+def rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * weight
+
+
+def sigmoid(x: Array) -> Array:
+    return 1.0 / (1.0 + np.exp(-x))
+
+
+def silu(x: Array) -> Array:
+    return x * sigmoid(x)
+
+
+def attention(q: Array, k: Array, v: Array) -> Array:
+    """Causal softmax attention. q [T, H, D], k and v [T, G, D]; query head ``h`` reads KV head ``h // (H / G)``."""
+    count, heads, dim = q.shape
+    hidden_future = np.triu(np.full((count, count), -np.inf), 1)
+    out = np.empty_like(q)
+    for head in range(heads):
+        source = head // (heads // k.shape[1])
+        scores = q[:, head] @ k[:, source].T / np.sqrt(dim) + hidden_future
+        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+        out[:, head] = weights / weights.sum(axis=1, keepdims=True) @ v[:, source]
+    return out
+
+
+def angles(count: int, rotated: int, base: float, divisors: Array | None = None) -> Array:
+    """[T, rotated / 2]: position times ``base ** (-2i / rotated)``, over the divisors if there are any."""
+    frequency = base ** (-np.arange(0, rotated, 2) / rotated)
+    return np.arange(count)[:, None] * (frequency if divisors is None else frequency / divisors)
+
+
+def rotate_neighbours(x: Array, angle: Array) -> Array:
+    """Turn the pairs (2i, 2i + 1) of each head of ``x`` [T, heads, D]."""
+    out = x.copy()
+    cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
+    out[..., 0::2] = x[..., 0::2] * cos - x[..., 1::2] * sin
+    out[..., 1::2] = x[..., 0::2] * sin + x[..., 1::2] * cos
+    return out
+
+
+def rotate_halves(x: Array, angle: Array) -> Array:
+    """Turn the pairs (i, i + n / 2) of the first n dimensions of each head of ``x`` [T, heads, D]; the rest pass."""
+    half = angle.shape[1]
+    out = x.copy()
+    cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
+    out[..., :half] = x[..., :half] * cos - x[..., half : 2 * half] * sin
+    out[..., half : 2 * half] = x[..., :half] * sin + x[..., half : 2 * half] * cos
+    return out
+
+
+def _feed_forward(model: GgufModel, layer: int, x: Array, norm: str) -> Array:
+    y = rms_norm(x, model.tensor(f"blk.{layer}.{norm}.weight"), model.eps)
+    gate = y @ model.tensor(f"blk.{layer}.ffn_gate.weight").T
+    up = y @ model.tensor(f"blk.{layer}.ffn_up.weight").T
+    return (silu(gate) * up) @ model.tensor(f"blk.{layer}.ffn_down.weight").T
+
+
+def _llama_block(model: GgufModel, layer: int, x: Array) -> Array:
+    def project(name: str, heads: int) -> Array:
+        return (y @ model.tensor(f"blk.{layer}.{name}.weight").T).reshape(len(x), heads, model.head_dim)
+
+    y = rms_norm(x, model.tensor(f"blk.{layer}.attn_norm.weight"), model.eps)
+    divisors = model.tensor("rope_freqs.weight") if model.has("rope_freqs.weight") else None
+    angle = angles(len(x), model.rotated, model.base, divisors)
+    q = rotate_neighbours(project("attn_q", model.heads), angle)
+    k = rotate_neighbours(project("attn_k", model.kv_heads), angle)
+    mixed = attention(q, k, project("attn_v", model.kv_heads)).reshape(len(x), -1)
+    x = x + mixed @ model.tensor(f"blk.{layer}.attn_output.weight").T
+    return x + _feed_forward(model, layer, x, "ffn_norm")
+
+
+def _qwen35_block(model: GgufModel, layer: int, x: Array) -> Array:
+    mixer = _delta_net if model.has(f"blk.{layer}.ssm_a") else _gated_attention
+    x = x + mixer(model, layer, rms_norm(x, model.tensor(f"blk.{layer}.attn_norm.weight"), model.eps))
+    return x + _feed_forward(model, layer, x, "post_attention_norm")
+
+
+def _gated_attention(model: GgufModel, layer: int, y: Array) -> Array:
+    count, dim = len(y), model.head_dim
+    prefix = f"blk.{layer}.attn_"
+    # Each head's output is its query and then its gate.
+    pair = (y @ model.tensor(prefix + "q.weight").T).reshape(count, model.heads, 2 * dim)
+    k = (y @ model.tensor(prefix + "k.weight").T).reshape(count, model.kv_heads, dim)
+    v = (y @ model.tensor(prefix + "v.weight").T).reshape(count, model.kv_heads, dim)
+    angle = angles(count, model.rotated, model.base)
+    q = rotate_halves(rms_norm(pair[..., :dim], model.tensor(prefix + "q_norm.weight"), model.eps), angle)
+    k = rotate_halves(rms_norm(k, model.tensor(prefix + "k_norm.weight"), model.eps), angle)
+    mixed = attention(q, k, v) * sigmoid(pair[..., dim:])
+    return mixed.reshape(count, -1) @ model.tensor(prefix + "output.weight").T
+
+
+def _delta_net(model: GgufModel, layer: int, y: Array) -> Array:
+    prefix = f"blk.{layer}."
+    count, dim = len(y), model.key("ssm.state_size")
+    k_heads, v_heads = model.key("ssm.group_count"), model.key("ssm.time_step_rank")
+    taps = model.tensor(prefix + "ssm_conv1d.weight")  # [channels, taps], the last tap meets the current token
+
+    qkv = y @ model.tensor(prefix + "attn_qkv.weight").T
+    padded = np.vstack([np.zeros((taps.shape[1] - 1, qkv.shape[1])), qkv])
+    mixed = silu(sum(padded[tap : tap + count] * taps[:, tap] for tap in range(taps.shape[1])))
+    q, k, v = np.split(mixed, [k_heads * dim, 2 * k_heads * dim], axis=1)
+    q, k, v = q.reshape(count, k_heads, dim), k.reshape(count, k_heads, dim), v.reshape(count, v_heads, dim)
+    q = q / np.sqrt((q * q).sum(axis=-1, keepdims=True) + model.eps) / np.sqrt(dim)
+    k = k / np.sqrt((k * k).sum(axis=-1, keepdims=True) + model.eps)
+
+    beta = sigmoid(y @ model.tensor(prefix + "ssm_beta.weight").T)
+    step = np.logaddexp(0.0, y @ model.tensor(prefix + "ssm_alpha.weight").T + model.tensor(prefix + "ssm_dt.bias"))
+    decay = np.exp(step * model.tensor(prefix + "ssm_a"))
+
+    out = np.empty((count, v_heads, dim))
+    for head in range(v_heads):
+        source = head % k_heads
+        state = np.zeros((dim, dim))  # [key, value]
+        for t in range(count):
+            state *= decay[t, head]
+            update = beta[t, head] * (v[t, head] - k[t, source] @ state)
+            state += np.outer(k[t, source], update)
+            out[t, head] = q[t, source] @ state
+    out = rms_norm(out, model.tensor(prefix + "ssm_norm.weight"), model.eps)
+    gate = silu(y @ model.tensor(prefix + "attn_gate.weight").T)
+    return (out.reshape(count, -1) * gate) @ model.tensor(prefix + "ssm_out.weight").T

@@ -1,0 +1,236 @@
+"""Small, valid GGUF models with seeded random weights and a working tokenizer, for tests.
+
+    write_tiny_qwen35   Gated DeltaNet and gated attention, three to one, with or without an MTP block
+    write_tiny_llama    plain grouped-query attention
+
+Weights are scaled so that a forward pass behaves like one of a trained model: logits spread over a few nats, attention
+looks both near and far, recurrent state decays by 0.6 to 0.999 a token, and greedy text does not settle on one token.
+Equal arguments give equal bytes. Files are below 2 MB with the default sizes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+from tests.support.tiny_vocab import Vocab, add_vocab
+
+# Types that gguf-py can quantise to.
+WEIGHT_TYPES = {
+    name: gguf.GGMLQuantizationType[name.upper()]
+    for name in ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1")
+}
+LOGIT_STD = 2.0
+
+
+class _Tensors:
+    """Draws random tensors and adds them to a file. Matrices have shape (out, in) and apply as ``x @ W.T``."""
+
+    def __init__(self, writer: gguf.GGUFWriter, rng: np.random.Generator, weight_type: str) -> None:
+        self.writer = writer
+        self.rng = rng
+        self.weight_type = WEIGHT_TYPES[weight_type]
+
+    def matrix(self, name: str, rows: int, cols: int, *, gain: float | np.ndarray = 1.0) -> None:
+        """Rows of ``cols`` normal numbers: an input of rms 1 gives outputs of rms ``gain``, a number or one per row."""
+        values = self.rng.normal(0.0, 1.0, (rows, cols)) * np.reshape(gain / np.sqrt(cols), (-1, 1))
+        data = gguf.quants.quantize(values.astype(np.float32), self.weight_type)
+        self.writer.add_tensor(name, data, raw_dtype=self.weight_type)
+
+    def plain(self, name: str, values: np.ndarray) -> None:
+        """A tensor that stays float32 in every file."""
+        self.writer.add_tensor(name, values.astype(np.float32))
+
+    def norm(self, name: str, size: int, *, mean: float = 1.0) -> None:
+        self.plain(name, mean * self.rng.normal(1.0, 0.1, size))
+
+    def embeddings(self, vocab: Vocab, embd: int, *, tied: bool) -> None:
+        """Token table and, unless tied, the output head.
+
+        The rows that give logits have rms ``LOGIT_STD``; those of control tokens less, so that text rarely ends early.
+        """
+        gain = np.full(vocab.size, LOGIT_STD)
+        gain[vocab.control] /= 8
+        self.matrix("token_embd.weight", vocab.size, embd, gain=gain)
+        self.plain("output_norm.weight", self.rng.choice([-1.0, 1.0], embd) * self.rng.normal(1.0, 0.1, embd))
+        if not tied:
+            self.matrix("output.weight", vocab.size, embd, gain=gain)
+
+    def feed_forward(self, block: str, embd: int, ffn: int) -> None:
+        self.matrix(f"{block}.ffn_gate.weight", ffn, embd, gain=1.5)
+        self.matrix(f"{block}.ffn_up.weight", ffn, embd, gain=1.5)
+        self.matrix(f"{block}.ffn_down.weight", embd, ffn)
+
+
+def write_tiny_qwen35(
+    path: Path,
+    *,
+    seed: int,
+    mtp: bool = True,
+    tied: bool = True,
+    weight_type: str = "f32",
+    n_layer: int = 8,
+    embd: int = 64,
+    ffn: int = 32,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 64,
+    ssm_state: int = 32,
+    ssm_k_heads: int = 2,
+    ssm_v_heads: int = 4,
+    interval: int = 4,
+    context_length: int = 32768,
+) -> Path:
+    """Write a ``qwen35`` model: layer ``i`` is full attention iff ``(i + 1) % interval == 0``, the others DeltaNet.
+
+    With ``mtp`` one more block, a full-attention one, follows the ``n_layer`` trunk layers. A quarter of each head is
+    rotated. ``ssm_state`` is the head size of the DeltaNet layers. Returns ``path``.
+    """
+    writer = gguf.GGUFWriter(path, "qwen35")
+    _add_general(writer, "tiny qwen35", weight_type)
+    blocks = n_layer + int(mtp)
+    rotated = head_dim // 4
+    pairs = rotated // 2
+    _add_common(writer, blocks, embd, ffn, heads, kv_heads, head_dim, rotated, context_length, eps=1e-6, base=1e6)
+    # Pair i belongs to section i % 3: sections that are too short would leave the last pairs unrotated.
+    writer.add_rope_dimension_sections([(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0])
+    writer.add_ssm_conv_kernel(4)
+    writer.add_ssm_state_size(ssm_state)
+    writer.add_ssm_group_count(ssm_k_heads)
+    writer.add_ssm_time_step_rank(ssm_v_heads)
+    writer.add_ssm_inner_size(ssm_v_heads * ssm_state)
+    writer.add_uint32("qwen35.full_attention_interval", interval)
+    if mtp:
+        writer.add_uint32("qwen35.nextn_predict_layers", 1)
+    vocab = add_vocab(writer, "qwen35")
+
+    put = _Tensors(writer, np.random.default_rng(seed), weight_type)
+    put.embeddings(vocab, embd, tied=tied)
+    for layer in range(blocks):
+        block = f"blk.{layer}"
+        put.norm(f"{block}.attn_norm.weight", embd)
+        put.norm(f"{block}.post_attention_norm.weight", embd)
+        put.feed_forward(block, embd, ffn)
+        if layer == n_layer or (layer + 1) % interval == 0:
+            _put_gated_attention(put, block, embd, heads, kv_heads, head_dim)
+        else:
+            _put_delta_net(put, block, embd, ssm_state, ssm_k_heads, ssm_v_heads)
+    if mtp:
+        put.matrix(f"blk.{n_layer}.nextn.eh_proj.weight", embd, 2 * embd)
+        for name in ("enorm", "hnorm", "shared_head_norm"):
+            put.norm(f"blk.{n_layer}.nextn.{name}.weight", embd)
+    return _finish(writer, path)
+
+
+def write_tiny_llama(
+    path: Path,
+    *,
+    seed: int,
+    tied: bool = True,
+    weight_type: str = "f32",
+    n_layer: int = 4,
+    embd: int = 64,
+    ffn: int = 128,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 64,
+    rope_freqs: bool = False,
+    pre: str = "smollm",
+    context_length: int = 32768,
+) -> Path:
+    """Write a ``llama`` model; ``pre`` is ``smollm`` (no BOS, ChatML) or ``llama-bpe`` (BOS, header tokens).
+
+    ``rope_freqs`` adds the divisors of the rotary angles that long-context models carry. Returns ``path``.
+    """
+    writer = gguf.GGUFWriter(path, "llama")
+    _add_general(writer, "tiny llama", weight_type)
+    _add_common(writer, n_layer, embd, ffn, heads, kv_heads, head_dim, head_dim, context_length, eps=1e-5, base=1e4)
+    vocab = add_vocab(writer, pre)
+
+    put = _Tensors(writer, np.random.default_rng(seed), weight_type)
+    put.embeddings(vocab, embd, tied=tied)
+    if rope_freqs:
+        # Fast angles stay, slow ones are divided by 8, with a ramp between: the shape that Llama 3.1 files have.
+        put.plain("rope_freqs.weight", np.interp(np.arange(head_dim // 2), [head_dim / 8, head_dim / 4], [1.0, 8.0]))
+    for layer in range(n_layer):
+        block = f"blk.{layer}"
+        put.norm(f"{block}.attn_norm.weight", embd)
+        put.matrix(f"{block}.attn_q.weight", heads * head_dim, embd, gain=2.0)
+        put.matrix(f"{block}.attn_k.weight", kv_heads * head_dim, embd, gain=2.0)
+        put.matrix(f"{block}.attn_v.weight", kv_heads * head_dim, embd, gain=2.0)
+        put.matrix(f"{block}.attn_output.weight", embd, heads * head_dim, gain=4.0)
+        put.norm(f"{block}.ffn_norm.weight", embd)
+        put.feed_forward(block, embd, ffn)
+    return _finish(writer, path)
+
+
+def _add_general(writer: gguf.GGUFWriter, name: str, weight_type: str) -> None:
+    writer.add_name(name)
+    if weight_type not in ("f32", "f16", "bf16"):
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+
+
+def _add_common(
+    writer: gguf.GGUFWriter,
+    blocks: int,
+    embd: int,
+    ffn: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    rotated: int,
+    context_length: int,
+    *,
+    eps: float,
+    base: float,
+) -> None:
+    writer.add_block_count(blocks)
+    writer.add_context_length(context_length)
+    writer.add_embedding_length(embd)
+    writer.add_feed_forward_length(ffn)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_layer_norm_rms_eps(eps)
+    writer.add_rope_dimension_count(rotated)
+    writer.add_rope_freq_base(base)
+
+
+def _put_gated_attention(put: _Tensors, block: str, embd: int, heads: int, kv_heads: int, head_dim: int) -> None:
+    put.matrix(f"{block}.attn_q.weight", heads * head_dim * 2, embd)
+    put.matrix(f"{block}.attn_k.weight", kv_heads * head_dim, embd)
+    put.matrix(f"{block}.attn_v.weight", kv_heads * head_dim, embd, gain=2.0)
+    put.matrix(f"{block}.attn_output.weight", embd, heads * head_dim, gain=3.0)
+    # Normed q and k of these sizes give scores of standard deviation 2: some rows stand out, however far back.
+    put.norm(f"{block}.attn_q_norm.weight", head_dim, mean=1.4)
+    put.norm(f"{block}.attn_k_norm.weight", head_dim, mean=1.4)
+
+
+def _put_delta_net(put: _Tensors, block: str, embd: int, state: int, k_heads: int, v_heads: int) -> None:
+    channels = (2 * k_heads + v_heads) * state
+    inner = v_heads * state
+    put.matrix(f"{block}.attn_qkv.weight", channels, embd, gain=1.5)
+    put.matrix(f"{block}.attn_gate.weight", inner, embd, gain=1.5)
+    put.matrix(f"{block}.ssm_alpha.weight", v_heads, embd, gain=0.3)
+    put.matrix(f"{block}.ssm_beta.weight", v_heads, embd)
+    put.matrix(f"{block}.ssm_out.weight", embd, inner)
+    put.norm(f"{block}.ssm_norm.weight", state)
+    taps = put.rng.normal(0.0, 0.3, (channels, 4))
+    taps[:, -1] += 0.8
+    put.plain(f"{block}.ssm_conv1d.weight", taps)
+    # log(decay) is softplus(alpha + dt) * a. Choose the decay and dt; a is what is left.
+    rate = np.exp(put.rng.uniform(np.log(0.003), np.log(0.25), v_heads))
+    dt = put.rng.uniform(-4.0, 0.0, v_heads)
+    put.plain(f"{block}.ssm_dt.bias", dt)
+    put.plain(f"{block}.ssm_a", -rate / np.log1p(np.exp(dt)))
+
+
+def _finish(writer: gguf.GGUFWriter, path: Path) -> Path:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
