@@ -33,23 +33,18 @@ def completion_script(shell: str, commands: Sequence[Command]) -> str:
     """The script to source in ``shell``, one of SHELLS, that completes ``commands`` and their flags."""
     if shell == "fish":
         return _fish(commands)
+    offered = [setting for setting in TABLE if any(setting.usable(command) for command in commands)]
     bash = _BASH.format(
         commands=" ".join((*commands, "completion")),
-        values="\n".join(_bash_values(setting) for setting in TABLE if _words(setting) or setting.kind is PATH),
+        values="\n".join(_bash_values(setting) for setting in offered if _words(setting) or setting.kind is PATH),
         flags="\n".join(f"""    {command}:-*) COMPREPLY=($(compgen -W "{' '.join(_flags(command))}" -- "$word")) ;;"""
                         for command in commands),
     )
     return "autoload -U +X bashcompinit && bashcompinit\n" + bash if shell == "zsh" else bash
 
 
-def usable(setting: Setting, command: Command) -> bool:
-    """Whether some value of the setting does something on this command."""
-    return (command in setting.commands and setting.relevance != "reject" and not setting.refused_outright
-            and not setting.inert)
-
-
 def _flags(command: Command) -> list[str]:
-    return [flag for setting in TABLE if usable(setting, command) for flag in (*setting.flags, *setting.off)]
+    return [flag for setting in TABLE if setting.usable(command) for flag in (*setting.flags, *setting.off)]
 
 
 def _words(setting: Setting) -> tuple[str, ...]:
@@ -67,7 +62,7 @@ def _fish(commands: Sequence[Command]) -> str:
     lines = [f'complete -c kvs -n __fish_use_subcommand -f -a "{names}"']
     for command in commands:
         for setting in TABLE:
-            if usable(setting, command):
+            if setting.usable(command):
                 lines += _fish_setting(setting, command)
     return "\n".join(lines) + "\n"
 

@@ -10,7 +10,6 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from kvs_cli.completion import usable
 from kvs_core.settings import setting as rows
 from kvs_core.settings.setting import Command, Setting
 from kvs_core.settings.table import TABLE
@@ -54,11 +53,11 @@ def print_help(command: Command, *, everything: bool, console: Console) -> None:
         console.print(Padding(Text(text), (0, 0, 0, 2)))
         console.print(Padding(Text(line, style="cyan"), (0, 0, 0, 4)))
     for group in rows.Group:
-        settings = [setting for setting in TABLE if setting.group is group and usable(setting, command)]
+        settings = [setting for setting in TABLE if setting.group is group and setting.usable(command)]
         if settings:
             _print_heading(group.value, console)
             _print_rows(((setting.usage, _describe(setting)) for setting in settings), console)
-    others = [setting for setting in TABLE if not usable(setting, command)]
+    others = [setting for setting in TABLE if not setting.usable(command)]
     refused = [setting for setting in others if setting.relevance == "reject"
                or (setting.refused_outright and command in setting.commands)]
     taken = [setting for setting in others if setting not in refused]
@@ -130,7 +129,8 @@ def _by_reason(pairs: Iterable[tuple[Setting, str]]) -> list[tuple[str, str]]:
 def _why_inert(setting: Setting, command: Command) -> str:
     if command not in setting.commands:
         return "A server uses it." if setting.commands == ("serve",) else f"kvs {setting.commands[0]} uses it."
-    return " ".join(_judged(rule) for rule in (*setting.note, *setting.refuse))
+    plain = [rule for rule in setting.note if not rule.only]
+    return " ".join(_judged(rule) for rule in plain or (*setting.note, *setting.refuse))
 
 
 def _why_refused(setting: Setting) -> str:

@@ -178,7 +178,7 @@ def _variables(setting: Setting, environ: Mapping[str, str]) -> Iterable[tuple[s
 def _from_yaml(path: Path) -> dict[str, _Given]:
     given: dict[str, _Given] = {}
     for key, entry in read_yaml(path).items():
-        where = f"{path.name}: {key}"
+        where = f"{path.name}: {shown(key)[1:-1]}"
         setting, flag = BY_YAML_NAME.get(key.replace("_", "-"), (None, ""))
         if setting is None:
             raise SettingsError(f"{where}: no such setting{_nearest(yaml_name(key), BY_YAML_NAME)}")
@@ -243,5 +243,6 @@ def _without_effect(given: Mapping[str, _Given], command: Command) -> list[str]:
 
 def _nearest(name: str, known: Iterable[str]) -> str:
     """A hint at the known name most like ``name``, or how to list them all."""
-    near = difflib.get_close_matches(name[:100], known, n=1)
-    return f"; did you mean {near[0]}?" if near else "; kvs run --help-all lists all of them"
+    by_letters = {other.lstrip("-"): other for other in known}
+    near = difflib.get_close_matches(name[:100].lstrip("-"), by_letters, n=1)
+    return f"; did you mean {by_letters[near[0]]}?" if near else "; kvs run --help-all lists all of them"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvs_core.device.workspace import BufferSpec
+from kvs_core.errors import CapabilityError
 from kvs_core.memory.phases import MemoryPlan, Phase, PhaseRequest, required_bytes
 from kvs_core.models.model import Model
 from kvs_core.models.spec import LayerSpec
@@ -17,7 +18,6 @@ from kvs_core.paging.geometry import (
 )
 from kvs_core.paging.residency import ResidencyMode, least_pool_slots
 from kvs_core.paging.spans import SCRATCH_GROUPS
-from kvs_core.errors import CapabilityError
 from kvs_core.settings.rooms import ContextPlan, KvSettings
 from kvs_core.streaming.handover import PhaseBuffers, attention_scratch
 from kvs_core.units import MIB, ceil_div, mib_ceil
@@ -85,21 +85,25 @@ def pool_need(geometry: PageGeometry, layers: int, context: ContextPlan, mode: R
 
 
 def plan_memory(
-    geometry: PageGeometry, need: PoolNeed, buffers: dict[Phase, PhaseBuffers], kv: KvSettings, free_bytes: int
+    geometry: PageGeometry, need: PoolNeed, buffers: dict[Phase, PhaseBuffers], *,
+    arena_bytes: int | None, pool_bytes: int | None, free_bytes: int,
 ) -> MemoryPlan:
-    """The arena as asked for, or one that holds the whole context if free memory allows. ``BudgetError`` if too small."""
-    prefill, decode = (PhaseRequest.of_bytes(phase, buffers[phase].size_bytes) for phase in (Phase.PREFILL, Phase.DECODE))
-    if kv.pool_mib is not None:
+    """The arena or the pool as asked for; else an arena for the whole context, if it is a fair part of free memory.
+
+    ``BudgetError`` if that is too small.
+    """
+    prefill, decode = (
+        PhaseRequest.of_bytes(phase, buffers[phase].size_bytes) for phase in (Phase.PREFILL, Phase.DECODE)
+    )
+    if pool_bytes is not None:
         return MemoryPlan.pool_only(
-            pool_bytes=kv.pool_mib * MIB, slot_bytes=geometry.page_bytes, min_slots=need.least_slots,
+            pool_bytes=pool_bytes, slot_bytes=geometry.page_bytes, min_slots=need.least_slots,
             prefill=prefill, decode=decode,
         )
-    if kv.arena_mib is not None:
-        arena_mib = kv.arena_mib
-    else:
+    if arena_bytes is None:
         least, every = (
-            max(mib_ceil(required_bytes(request, slot_bytes=geometry.page_bytes, slots=slots)) for request in (prefill, decode))
+            max(required_bytes(request, slot_bytes=geometry.page_bytes, slots=slots) for request in (prefill, decode))
             for slots in (need.least_slots, need.all_slots)
         )
-        arena_mib = max(least, min(every, int(free_bytes * _FREE_SHARE) // MIB))
-    return MemoryPlan(arena_mib * MIB, geometry.page_bytes, need.least_slots, prefill, decode)
+        arena_bytes = mib_ceil(max(least, min(every, int(free_bytes * _FREE_SHARE)))) * MIB
+    return MemoryPlan(arena_bytes, geometry.page_bytes, need.least_slots, prefill, decode)

@@ -29,8 +29,9 @@ from kvs_core.models.rope import RopeOverrides
 from kvs_core.models.spec import ModelSpec
 from kvs_core.paging.residency import ResidencyConfig, ResidencyMode
 from kvs_core.settings.rooms import ContextPlan, ContextSettings, KvSettings, RopeSettings
-from kvs_core.streaming.handover import Handover, Layout
+from kvs_core.streaming.handover import Handover
 from kvs_core.streaming.kv_stream import KvStats, KvStep, KvStream
+from kvs_core.units import MIB
 
 Progress = Callable[[int, int], None]
 
@@ -62,8 +63,13 @@ class Engine:
         kv: KvSettings,
         rope: RopeSettings,
         progress: Progress | None = None,
+        arena_bytes: int | None = None,
+        pool_bytes: int | None = None,
     ) -> None:
-        """Load the model and reserve all memory. Raises ``KvsError`` of the kind that fits; nothing runs before."""
+        """Load the model and reserve all memory. Raises ``KvsError`` of the kind that fits; nothing runs before.
+
+        arena_bytes, pool_bytes  exact sizes instead of ``kv.arena_mib`` and ``kv.pool_mib``; arenas in multiples of 256
+        """
         self._device = device
         overrides = RopeOverrides(**{field.name: getattr(rope, field.name) for field in fields(rope)})
         self._model = load_model(file, device, rope=overrides, progress=progress)
@@ -75,7 +81,12 @@ class Engine:
         self._mode = mode
         buffers = phase_buffers(self._model, self.geometry, self.context)
         self.need: PoolNeed = pool_need(self.geometry, len(spec.kv_layers), self.context, mode)
-        self.memory: MemoryPlan = plan_memory(self.geometry, self.need, buffers, kv, device.free_bytes())
+        self.memory: MemoryPlan = plan_memory(
+            self.geometry, self.need, buffers,
+            arena_bytes=arena_bytes if kv.arena_mib is None else kv.arena_mib * MIB,
+            pool_bytes=pool_bytes if kv.pool_mib is None else kv.pool_mib * MIB,
+            free_bytes=device.free_bytes(),
+        )
         device.allocate_arena(self.memory.arena_bytes)
         config = ResidencyConfig(
             mode=mode,
@@ -88,7 +99,6 @@ class Engine:
         self._kv = KvStream(device, self.geometry, config, self.context.context_tokens)
         self._state = RecurrentState(spec, device)
         self._handover = Handover(device, Arena(self.memory.arena_bytes), self.memory, self._kv, buffers)
-        self._layout: Layout = self._handover.start(Phase.PREFILL)
 
     @property
     def spec(self) -> ModelSpec:
@@ -108,17 +118,17 @@ class Engine:
     @property
     def phase(self) -> Phase:
         """The layout in use."""
-        return self._layout.phase
+        return self._handover.layout.phase
 
     @property
     def logit_rows(self) -> int:
         """Rows whose logits one call of ``Step.logits`` holds on the device; more are computed in turns."""
-        return int(self._layout.workspace["logits"].shape[0])
+        return int(self._handover.layout.workspace["logits"].shape[0])
 
     def enter(self, phase: Phase) -> None:
         """Change the arena's layout to ``phase`` if it is another. On failure the session goes on in the old one or is closed."""
-        if self._layout.phase is not phase:
-            self._layout = self._handover.change(self._layout, phase)
+        if self.phase is not phase:
+            self._handover.change(phase)
 
     def step(self, tokens: Sequence[int], phase: Phase) -> Step:
         """Run the rows ``tokens`` behind the committed ones. Enters ``phase`` first."""
@@ -167,7 +177,7 @@ class Step:
         self._settled = False
         try:
             batch = Batch(tokens, self._kv.first_position, phase)
-            self._hidden: Buffer = engine._model.forward(batch, self._kv, engine._state, engine._layout.workspace)
+            self._hidden: Buffer = engine._model.forward(batch, self._kv, engine._state, engine._handover.layout.workspace)
         except BaseException:
             self._drop()
             raise
@@ -188,7 +198,7 @@ class Step:
         parts = []
         for row in range(first_row, self._rows, engine.logit_rows):
             rows = self._hidden[row : min(row + engine.logit_rows, self._rows)]
-            parts.append(engine._device.download(engine._model.logits(rows, engine._layout.workspace)))
+            parts.append(engine._device.download(engine._model.logits(rows, engine._handover.layout.workspace)))
         return np.concatenate(parts)
 
     def settle(self, keep: int | None = None) -> None:

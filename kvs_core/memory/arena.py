@@ -147,7 +147,7 @@ class Arena:
         """A window on a region, by default all of it. ``first_byte`` counts from the region's start."""
         region = self.plan.region(region_id)
         size_bytes = region.size_bytes - first_byte if size_bytes is None else size_bytes
-        if first_byte < 0 or size_bytes < 1 or first_byte + size_bytes > region.size_bytes:
+        if first_byte < 0 or first_byte + size_bytes > region.size_bytes:
             raise ArenaError(f"{size_bytes} bytes at {first_byte} are not in {region_id!r} of {region.size_bytes}")
         return View(region_id, region.offset + first_byte, size_bytes, self.generation)
 
@@ -214,7 +214,7 @@ class Transaction:
 
     def reserve(self, request: RegionRequest, *, at_end: bool = False) -> Region:
         """Place a region in the lowest free place that fits, or with ``at_end`` in the highest."""
-        kept = self._kept(request.id, request.alignment, request.persistent)
+        kept = self._kept(request.id, request.persistent)
         for gap in self._gaps_from(kept, request.alignment, highest_first=at_end):
             if gap.stop - gap.start >= request.size_bytes:
                 offset = gap.start
@@ -228,7 +228,7 @@ class Transaction:
     ) -> Region:
         """Place a region of as many whole units as the largest free place holds."""
         unit = RegionRequest(region_id, unit_bytes, alignment, persistent)
-        kept = self._kept(region_id, alignment, persistent)
+        kept = self._kept(region_id, persistent)
         gap = max(self._gaps_from(kept, alignment), key=lambda gap: len(gap) // unit_bytes, default=range(0))
         units = len(gap) // unit_bytes
         if units == 0:
@@ -264,7 +264,7 @@ class Transaction:
         if self._arena._transaction is not self:
             raise ArenaError("the transaction is over")
 
-    def _kept(self, region_id: str, alignment: int, persistent: bool) -> Region | None:
+    def _kept(self, region_id: str, persistent: bool) -> Region | None:
         """The region whose offset a reservation must keep, after the checks that all reservations share."""
         self._check_open()
         if any(region.id == region_id for region in self._regions):
@@ -272,8 +272,8 @@ class Transaction:
         current = self._current.find(region_id)
         if current is None or not current.persistent:
             return None
-        if not persistent or current.offset % alignment:
-            raise ArenaError(f"persistent region {region_id!r} can not be moved or made temporary")
+        if not persistent:
+            raise ArenaError(f"persistent region {region_id!r} can not become temporary")
         return current
 
     def _gaps_from(self, kept: Region | None, alignment: int, *, highest_first: bool = False) -> Iterator[range]:

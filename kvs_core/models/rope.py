@@ -7,7 +7,8 @@ al., RoFormer, 2021). To reach beyond the trained context
     yarn    divides the slow ones, keeps the fast ones, mixes those between, and lengthens q and k by 1 + 0.1 ln(scale)
             (Peng et al., YaRN, 2023)
 
-Which key or flag wins, and their defaults, are llama.cpp's.
+Which key or flag wins, and their defaults, are llama.cpp's, with one difference: ``--yarn-attn-factor`` also counts
+while YaRN is on, where llama.cpp reads it and lets it fall.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from kvs_core.errors import CapabilityError, ModelFileError, SettingsError
 from kvs_core.formats.gguf import GgufFile
 
 SCALINGS = ("none", "linear", "yarn")
+
+_MAX_SCALE = 1e6   # a context of a million contexts, or the inverse
 
 _BETA_FAST = 32.0  # turns within the original context from which on a pair is kept
 _BETA_SLOW = 1.0   # and below which it is divided
@@ -77,7 +80,9 @@ class RopeOverrides:
             flag = ("--" if entry.name.startswith("yarn") else "--rope-") + entry.name.replace("_", "-")
             if not isfinite(value):
                 raise SettingsError(f"{flag} {value}: give a finite number")
-            if value < 0 and entry.name in ("scale", "freq_base", "freq_scale", "yarn_orig_ctx"):
+            if entry.name in ("scale", "freq_scale") and value and not 1.0 / _MAX_SCALE <= value <= _MAX_SCALE:
+                raise SettingsError(f"{flag} {value:g}: give 0 or a number from {1 / _MAX_SCALE:g} to {_MAX_SCALE:g}")
+            if value < 0 and entry.name in ("freq_base", "yarn_orig_ctx"):
                 raise SettingsError(f"{flag} {value:g}: give a positive number, or 0 for the model's own")
         if self.scale and self.freq_scale and abs(self.scale * self.freq_scale - 1.0) > 1e-6:
             raise SettingsError(
@@ -102,17 +107,18 @@ def read_rope(file: GgufFile, arch: str, *, n_rot: int, n_ctx_train: int, interl
         scale = file.get_f32(f"{prefix}.scale_linear", 0.0)  # the key of old converters
     base = file.get_f32(f"{prefix}.freq_base", 10000.0)
     attn_factor = file.get_f32(f"{prefix}.scaling.attn_factor", 1.0)
-    if scale < 0.0 or base <= 1.0 or attn_factor <= 0.0:
+    scale = scale or 1.0
+    if base <= 1.0 or not 1.0 / _MAX_SCALE <= scale <= _MAX_SCALE or attn_factor <= 0.0:
         raise ModelFileError(
-            f"{file.path}: rotary base {base:g} (must exceed 1), scale {scale:g} (must not be negative) or "
-            f"attn_factor {attn_factor:g} (must be positive) is out of range"
+            f"{file.path}: rotary base {base:g} (must exceed 1), scale {scale:g} (must lie between {1 / _MAX_SCALE:g} "
+            f"and {_MAX_SCALE:g}) or attn_factor {attn_factor:g} (must be positive) is out of range"
         )
     return RopeSpec(
         n_rot=n_rot,
         interleaved=interleaved,
         freq_base=base,
         scaling=scaling,
-        scale=scale or 1.0,
+        scale=scale,
         orig_ctx=file.get_u32(f"{prefix}.scaling.original_context_length", 0) or n_ctx_train,
         attn_factor=attn_factor,
     )

@@ -109,8 +109,8 @@ def top_positions(values: Logits, count: int) -> Positions:
     bound is a handful.
     """
     blocks = values.size // _BLOCK
-    if count >= values.size:
-        chosen = np.arange(values.size)
+    if count == 0 or count >= values.size:
+        chosen = np.arange(min(count, values.size))
     elif count < blocks:
         maxima = values[: blocks * _BLOCK].reshape(blocks, _BLOCK).max(axis=1)
         chosen = np.flatnonzero(values >= np.partition(maxima, blocks - count)[blocks - count])

@@ -109,14 +109,14 @@ class Sampler:
         self._judged = None
 
     def distribution(self, logits: Logits) -> Candidates:
-        """What the chain leaves of ``logits`` [V] float32 (not written): the candidates a draw is to choose from.
+        """What the chain leaves of ``logits`` [V] float32 (copied): the candidates a draw is to choose from.
 
         Draws one number where XTC is active, and changes nothing else that a later call sees. DeviceError for logits
         that are NaN or all -inf; SettingsError if biases ban every token.
         """
         assert logits.shape == (self._n_vocab,), f"logits {logits.shape}, vocabulary {self._n_vocab}"
         check_logits(logits)
-        candidates = Candidates(self._ids, logits.astype(np.float32, copy=False), is_full=True)
+        candidates = Candidates(self._ids, np.array(logits, np.float32), is_full=True)
         for stage in self._stages:
             candidates = stage(candidates)
         return candidates

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvs_core.errors import SettingsError
 from kvs_core.sampling.candidates import FLOAT32_MAX
-from kvs_core.sampling.names import DEFAULT_SAMPLERS, SAMPLER_NAMES, parse_sampler_letters, parse_samplers
+from kvs_core.sampling.names import DEFAULT_SAMPLERS, parse_sampler_letters, parse_samplers
 
 __all__ = ["METADATA_PARAMS", "RANDOM_SEED", "SamplingParams", "parse_sampler_letters", "parse_samplers"]
 
@@ -45,7 +45,8 @@ class SamplingParams:
 
     Off values: top_k 0, top_p 1, min_p 0, top_n_sigma <= 0, typical_p 1, xtc_probability 0, penalties 1 / 0 / 0,
     repeat_last_n 0, dry_multiplier 0, mirostat 0, adaptive_target < 0, dynatemp_range 0; temperature 0 is greedy.
-    ``logit_bias`` pairs may repeat an id (the biases add); -inf bans a token. Raises SettingsError.
+    ``samplers`` may be spelled as ``parse_samplers`` allows; unknown ones are logged and dropped. ``logit_bias`` pairs
+    may repeat an id (the biases add); -inf bans a token. Raises SettingsError.
     """
 
     seed: int = RANDOM_SEED
@@ -101,8 +102,9 @@ class SamplingParams:
             object.__setattr__(self, name, min(max(getattr(self, name), low), high))
         if self.dry_base < 1.0:
             object.__setattr__(self, "dry_base", _DEFAULT_DRY_BASE)
-        object.__setattr__(self, "samplers", _check_samplers(self.samplers))
-        object.__setattr__(self, "dry_sequence_breakers", _check_texts(self.dry_sequence_breakers))
+        object.__setattr__(self, "samplers", parse_samplers(_texts("samplers", self.samplers)))
+        breakers = _texts("dry_sequence_breakers", self.dry_sequence_breakers)
+        object.__setattr__(self, "dry_sequence_breakers", breakers)
         object.__setattr__(self, "logit_bias", _check_bias(self.logit_bias))
 
     def _check_seed(self) -> None:
@@ -169,20 +171,12 @@ def _items(name: str, value: object, what: str) -> tuple[Any, ...]:
     raise SettingsError(f"{name} is {value!r}: give a list of {what}")
 
 
-def _check_samplers(names: object) -> tuple[str, ...]:
-    checked = _items("samplers", names, "sampler names")
-    for name in checked:
-        if name not in SAMPLER_NAMES:
-            raise SettingsError(f"unknown sampler {name!r}; known are {', '.join(SAMPLER_NAMES)}")
-    return checked
-
-
-def _check_texts(texts: object) -> tuple[str, ...]:
-    checked = _items("dry_sequence_breakers", texts, "strings")
-    for text in checked:
+def _texts(name: str, value: object) -> tuple[str, ...]:
+    texts = _items(name, value, "strings")
+    for text in texts:
         if not isinstance(text, str):
-            raise SettingsError(f"dry_sequence_breakers holds {text!r}: give strings only")
-    return checked
+            raise SettingsError(f"{name} holds {text!r}: give strings only")
+    return texts
 
 
 def _check_bias(pairs: object) -> tuple[tuple[int, float], ...]:

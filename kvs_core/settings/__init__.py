@@ -1,4 +1,13 @@
-"""Every setting, declared once, and the values that the rooms receive from them."""
+"""Every setting, declared once, and the values that the rooms receive from them.
+
+    setting.py · kinds.py   what a row says; how text becomes a value
+    general, model, context, kv, device, sampling, template, speculative, logging, server, foreign
+                            the rows, by theme; foreign: what kvs does not do
+    table.py                all rows, and look-up by key, flag and YAML key
+    rooms.py                what the rooms receive (exported here); typed.py builds it and checks rules between settings
+
+Reading the command line, variables and files is not here: ``kvs_cli/options.py`` does it.
+"""
 
 from __future__ import annotations
 

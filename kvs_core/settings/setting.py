@@ -120,6 +120,11 @@ class Setting:
         judged = bool(self.note or self.refuse)
         return any(not rule.only for rule in self.note) or (self.relevance == "accept" and judged)
 
+    def usable(self, command: Command) -> bool:
+        """Whether some value of it does something on this command."""
+        return (command in self.commands and self.relevance != "reject" and not self.refused_outright
+                and not self.inert)
+
     @property
     def usage(self) -> str:
         """Its usage on one line: ``-c, --ctx-size N``."""

@@ -39,7 +39,7 @@ class PhaseBuffers:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The layout in use: its phase, the leases that keep it alive, and the buffers bound to it."""
+    """A layout: its phase, the leases that keep it alive, and the buffers bound to it."""
 
     phase: Phase
     leases: tuple[Lease, ...]
@@ -59,7 +59,7 @@ def scratch_name(name: str) -> str:
 
 
 class Handover:
-    """Carries out phase changes on one arena, its KV and a device."""
+    """Owns the layout in use, and carries out phase changes on one arena, its KV and a device."""
 
     def __init__(
         self, device: Device, arena: Arena, memory: MemoryPlan, kv: KvStream, buffers: dict[Phase, PhaseBuffers]
@@ -69,16 +69,18 @@ class Handover:
         self._memory = memory
         self._kv = kv
         self._buffers = buffers
-
-    def start(self, phase: Phase) -> Layout:
-        """The first layout of a fresh arena."""
-        with self._arena.begin() as transaction:
-            self._memory.reserve(transaction, phase)
+        with arena.begin() as transaction:
+            memory.reserve(transaction, Phase.PREFILL)
             transaction.commit()
-        return self._bind(phase)
+        self._layout = self._bind(Phase.PREFILL)
 
-    def change(self, layout: Layout, phase: Phase) -> Layout:
-        """From ``layout`` to ``phase``, between steps. On an error before the commit ``layout`` is in use as before.
+    @property
+    def layout(self) -> Layout:
+        """The layout in use: prefill's at first."""
+        return self._layout
+
+    def change(self, phase: Phase) -> None:
+        """Go to ``phase``, between steps. After an error before the commit the old layout is in use as before.
 
         An error after it closes the arena: no layout may be used, and the host history is still valid.
         """
@@ -94,19 +96,19 @@ class Handover:
             with order.step(HandoverStep.DROP_GRAPHS):
                 self._device.drop_captured()
             with order.step(HandoverStep.RELEASE):
-                layout.release()
+                self._layout.release()
             with order.step(HandoverStep.COMMIT):
                 transaction.commit()
             with order.step(HandoverStep.BIND):
-                new = self._bind(phase)
+                layout = self._bind(phase)
             with order.step(HandoverStep.ACTIVATE):
-                return new
+                self._layout = layout
         except BaseException as error:
             if order.state is HandoverState.ROLLED_BACK:
                 if transaction is not None:
                     transaction.rollback()
-                layout.release()
-                self._bind(layout.phase)
+                self._layout.release()
+                self._layout = self._bind(self._layout.phase)
                 raise
             if order.state is HandoverState.CLOSED and isinstance(error, Exception):
                 raise DeviceError(

@@ -113,7 +113,7 @@ def test_a_failure_does_not_touch_the_other_stream(stream: CopyStream) -> None:
 
 def test_close_drops_what_has_not_begun_and_never_hangs() -> None:
     """Running work ends, waiting work is skipped, its fences raise; close may be called again; the thread is gone."""
-    stream = CopyStream("copy")
+    stream = CopyStream("closing")
     begun, go, ran = threading.Event(), threading.Event(), []
     stream.enqueue_copy(1, lambda: (begun.set(), _wait(go), ran.append("running")))
     running = stream.record()
@@ -132,7 +132,7 @@ def test_close_drops_what_has_not_begun_and_never_hangs() -> None:
         waiting.wait()
     assert ran == ["running"]
     stream.close()
-    assert "kvs copy" not in {thread.name for thread in threading.enumerate()}
+    assert "kvs closing" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_the_compute_stream_counts_the_time_it_was_blocked(stream: CopyStream) -> None:

@@ -175,11 +175,9 @@ def test_an_operation_that_fails_breaks_the_state(where: str) -> None:
     if where != "prefill":
         rig.commit(rig.run(Phase.DECODE, 3), 2)
     rig.ops.fail_in = 1
+    use = rig.state.flush if where == "flush" else lambda: rig.run(Phase[where.upper()], 2)
     with pytest.raises(MemoryError):
-        if where == "flush":
-            rig.state.flush()
-        else:
-            rig.run(Phase[where.upper()], 2)
+        use()
     rig.state.drop()
     with pytest.raises(DeviceError):
         rig.state.begin(Phase.DECODE, 1)

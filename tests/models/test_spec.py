@@ -117,7 +117,7 @@ def test_defaults_of_absent_keys(llama: GgufFile, qwen: GgufFile) -> None:
 
 
 def test_a_listed_pattern_overrides_the_interval(qwen: GgufFile) -> None:
-    """``attention.recurrent_layers`` says which layers are recurrent, the interval then nothing, the MTP entry never."""
+    """``attention.recurrent_layers`` says which layers are recurrent; interval and MTP entry mean nothing."""
     listed = np.array([True, True, True, False, True, True, True, False, True])
     spec = read_spec(with_keys(qwen, attention__recurrent_layers=listed, full_attention_interval=3))
     assert [layer.kind is LayerKind.RECURRENT for layer in spec.layers] == listed[:8].tolist()
@@ -161,7 +161,7 @@ def test_optional_tensors_may_be_there(llama: GgufFile, qwen: GgufFile) -> None:
         ({"rope__dimension_sections": np.array([-1, 3, 2, 0], np.int32)}, ModelFileError, "four parts of the 6"),
         ({"rope__dimension_sections": np.zeros(4, np.int32)}, ModelFileError, "four parts of the 6"),
         ({"rope__freq_base": 1.0}, ModelFileError, "rotary base 1 (must exceed 1)"),
-        ({"rope__scaling__factor": -2.0}, ModelFileError, "scale -2 (must not be negative)"),
+        ({"rope__scaling__factor": -2.0}, ModelFileError, "scale -2 (must lie between"),
         ({"rope__scaling__type": "longrope"}, CapabilityError, "'longrope'; kvs has code for none, linear, yarn"),
         ({"ssm__conv_kernel": 1}, ModelFileError, "conv_kernel is 1"),
         ({"ssm__conv_kernel": None}, ModelFileError, "conv_kernel"),
@@ -194,7 +194,7 @@ def test_metadata_out_of_range_is_refused(
         ({"rope__dimension_count": 32}, ModelFileError, "is 32 with heads of 64 values; they must be equal and even"),
         ({"attention__key_length": 63, "rope__dimension_count": 63}, ModelFileError, "they must be equal and even"),
         ({"attention__scale": -1.0}, ModelFileError, "attention.scale is -1"),
-        ({"attention__key_length": None, "attention__head_count": 6}, ModelFileError, "64 does not divide into 6 heads"),
+        ({"attention__key_length": None, "attention__head_count": 6}, ModelFileError, "does not divide into 6 heads"),
         ({"expert_count": 8}, CapabilityError, "llama.expert_count is 8"),
     ],
 )

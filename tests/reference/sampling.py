@@ -22,8 +22,10 @@ def by_logit(items: Listed) -> Listed:
     return sorted(items, key=lambda item: -item[1])
 
 
-def penalties(items: Listed, seen: Sequence[int], last_n: int, repeat: float, frequency: float, presence: float) -> Listed:
-    counts = Counter(seen[len(seen) - last_n :] if len(seen) > last_n else seen)
+def penalties(
+    items: Listed, seen: Sequence[int], last_n: int, repeat: float, frequency: float, presence: float
+) -> Listed:
+    counts = Counter(seen[-last_n:])
     out = []
     for token, logit in items:
         if counts[token]:
@@ -101,9 +103,14 @@ def suffix_length(context: Sequence[int], end: int) -> int:
 
 
 def dry_penalties(
-    context: Sequence[int], texts: Sequence[bytes], breakers: Sequence[bytes], multiplier: float, base: float, allowed: int
+    context: Sequence[int],
+    texts: Sequence[bytes],
+    breakers: Sequence[bytes],
+    multiplier: float,
+    base: float,
+    allowed: int,
 ) -> dict[int, float]:
-    """What each token loses, with one-byte breakers: tokens that contain one break sequences."""
+    """What each token loses, with breakers of one byte: a token that contains one ends a sequence."""
     singles = {token for token, text in enumerate(texts) if any(breaker in text for breaker in breakers)}
     if len(context) <= allowed:
         return {}

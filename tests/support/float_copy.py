@@ -8,30 +8,26 @@ as float32 it multiplies in float32, and a comparison can be tight.
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from pathlib import Path
 
 import gguf
 import numpy as np
 
-# Written anew by GGUFWriter, or untrue of the copy.
-_SKIPPED_KEYS = ("general.architecture", "general.quantization_version", "general.file_type")
+# Untrue of the copy.
+_TYPE_KEYS = ("general.quantization_version", "general.file_type")
 
 
 def write_float_copy(source: Path, target: Path) -> Path:
     """Write ``source`` with every tensor as float32 to ``target``, metadata and tokenizer unchanged; returns ``target``.
 
     Takes 4 bytes per parameter on disk, and memory for the largest tensor only. ``target`` appears complete or not
-    at all, so a file that is there may be used again.
+    at all, so one that is there may be used again.
     """
     reader = gguf.GGUFReader(source)
     part = target.with_suffix(f".part{os.getpid()}")
     writer = gguf.GGUFWriter(part, str(reader.fields["general.architecture"].contents()))
-    for name, field in reader.fields.items():
-        if name in _SKIPPED_KEYS or name.startswith("GGUF."):
-            continue
-        kind = field.types[0]
-        element = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
-        writer.add_key_value(name, field.contents(), kind, element)
+    copy_metadata(reader, writer, without=_TYPE_KEYS)
     for tensor in reader.tensors:
         # gguf-py keeps shapes in file order, contiguous dimension first; the writer wants NumPy's order.
         shape = [int(size) for size in reversed(tensor.shape)]
@@ -44,3 +40,13 @@ def write_float_copy(source: Path, target: Path) -> Path:
     writer.close()
     part.replace(target)
     return target
+
+
+def copy_metadata(reader: gguf.GGUFReader, writer: gguf.GGUFWriter, *, without: Collection[str] = ()) -> None:
+    """Add all metadata of ``reader`` to ``writer``, in order, but for the keys in ``without`` and the architecture."""
+    for name, field in reader.fields.items():
+        if name in without or name == "general.architecture" or name.startswith("GGUF."):
+            continue
+        kind = field.types[0]
+        element = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(name, field.contents(), kind, element)

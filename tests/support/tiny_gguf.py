@@ -4,8 +4,9 @@
     write_tiny_llama    plain grouped-query attention
 
 Weights are scaled so that a forward pass behaves like one of a trained model: logits spread over a few nats, attention
-looks both near and far, recurrent state decays by 0.6 to 0.999 a token, and greedy text does not settle on one token.
-Equal arguments give equal bytes. Files are below 2 MB with the default sizes.
+looks both near and far, recurrent state decays by 0.6 to 0.999 a token, greedy text does not settle on one token, and
+each layer adds a part of what it gets, so rounding errors do not grow. Equal arguments give equal bytes. Files are
+below 2 MiB with the default sizes.
 """
 
 from __future__ import annotations
@@ -43,13 +44,15 @@ class _Tensors:
         """A tensor that stays float32 in every file."""
         self.writer.add_tensor(name, values.astype(np.float32))
 
-    def norm(self, name: str, size: int, *, mean: float = 1.0) -> None:
-        self.plain(name, mean * self.rng.normal(1.0, 0.1, size))
+    def norm(self, name: str, size: int) -> None:
+        """Weights near 1."""
+        self.plain(name, self.rng.normal(1.0, 0.1, size))
 
     def embeddings(self, vocab: Vocab, embd: int, *, tied: bool) -> None:
-        """Token table and, unless tied, the output head.
+        """Token table, output norm and, unless tied, the output head.
 
-        The rows that give logits have rms ``LOGIT_STD``; those of control tokens less, so that text rarely ends early.
+        Logits get a standard deviation of ``LOGIT_STD``; those of control tokens less, so that text rarely ends early.
+        The norm's random signs keep a tied head from predicting the token that it has just read.
         """
         gain = np.full(vocab.size, LOGIT_STD)
         gain[vocab.control] /= 8
@@ -59,9 +62,9 @@ class _Tensors:
             self.matrix("output.weight", vocab.size, embd, gain=gain)
 
     def feed_forward(self, block: str, embd: int, ffn: int) -> None:
-        self.matrix(f"{block}.ffn_gate.weight", ffn, embd, gain=1.5)
-        self.matrix(f"{block}.ffn_up.weight", ffn, embd, gain=1.5)
-        self.matrix(f"{block}.ffn_down.weight", embd, ffn)
+        self.matrix(f"{block}.ffn_gate.weight", ffn, embd)
+        self.matrix(f"{block}.ffn_up.weight", ffn, embd)
+        self.matrix(f"{block}.ffn_down.weight", embd, ffn, gain=0.6)
 
 
 def write_tiny_qwen35(
@@ -86,7 +89,8 @@ def write_tiny_qwen35(
     """Write a ``qwen35`` model: layer ``i`` is full attention iff ``(i + 1) % interval == 0``, the others DeltaNet.
 
     With ``mtp`` one more block, a full-attention one, follows the ``n_layer`` trunk layers. A quarter of each head is
-    rotated. ``ssm_state`` is the head size of the DeltaNet layers. Returns ``path``.
+    rotated. ``ssm_state`` is the head size of the DeltaNet layers. llama.cpp aborts on a trunk that has no layer of
+    one of the two kinds. Returns ``path``.
     """
     writer = gguf.GGUFWriter(path, "qwen35")
     _add_general(writer, "tiny qwen35", weight_type)
@@ -157,10 +161,10 @@ def write_tiny_llama(
     for layer in range(n_layer):
         block = f"blk.{layer}"
         put.norm(f"{block}.attn_norm.weight", embd)
-        put.matrix(f"{block}.attn_q.weight", heads * head_dim, embd, gain=2.0)
-        put.matrix(f"{block}.attn_k.weight", kv_heads * head_dim, embd, gain=2.0)
-        put.matrix(f"{block}.attn_v.weight", kv_heads * head_dim, embd, gain=2.0)
-        put.matrix(f"{block}.attn_output.weight", embd, heads * head_dim, gain=4.0)
+        put.matrix(f"{block}.attn_q.weight", heads * head_dim, embd, gain=1.2)
+        put.matrix(f"{block}.attn_k.weight", kv_heads * head_dim, embd, gain=1.2)
+        put.matrix(f"{block}.attn_v.weight", kv_heads * head_dim, embd)
+        put.matrix(f"{block}.attn_output.weight", embd, heads * head_dim, gain=0.1)
         put.norm(f"{block}.ffn_norm.weight", embd)
         put.feed_forward(block, embd, ffn)
     return _finish(writer, path)
@@ -202,21 +206,20 @@ def _add_common(
 def _put_gated_attention(put: _Tensors, block: str, embd: int, heads: int, kv_heads: int, head_dim: int) -> None:
     put.matrix(f"{block}.attn_q.weight", heads * head_dim * 2, embd)
     put.matrix(f"{block}.attn_k.weight", kv_heads * head_dim, embd)
-    put.matrix(f"{block}.attn_v.weight", kv_heads * head_dim, embd, gain=2.0)
-    put.matrix(f"{block}.attn_output.weight", embd, heads * head_dim, gain=3.0)
-    # Normed q and k of these sizes give scores of standard deviation 2: some rows stand out, however far back.
-    put.norm(f"{block}.attn_q_norm.weight", head_dim, mean=1.4)
-    put.norm(f"{block}.attn_k_norm.weight", head_dim, mean=1.4)
+    put.matrix(f"{block}.attn_v.weight", kv_heads * head_dim, embd)
+    put.matrix(f"{block}.attn_output.weight", embd, heads * head_dim, gain=0.3)
+    put.norm(f"{block}.attn_q_norm.weight", head_dim)
+    put.norm(f"{block}.attn_k_norm.weight", head_dim)
 
 
 def _put_delta_net(put: _Tensors, block: str, embd: int, state: int, k_heads: int, v_heads: int) -> None:
     channels = (2 * k_heads + v_heads) * state
     inner = v_heads * state
-    put.matrix(f"{block}.attn_qkv.weight", channels, embd, gain=1.5)
-    put.matrix(f"{block}.attn_gate.weight", inner, embd, gain=1.5)
+    put.matrix(f"{block}.attn_qkv.weight", channels, embd)
+    put.matrix(f"{block}.attn_gate.weight", inner, embd)
     put.matrix(f"{block}.ssm_alpha.weight", v_heads, embd, gain=0.3)
     put.matrix(f"{block}.ssm_beta.weight", v_heads, embd)
-    put.matrix(f"{block}.ssm_out.weight", embd, inner)
+    put.matrix(f"{block}.ssm_out.weight", embd, inner, gain=0.25)
     put.norm(f"{block}.ssm_norm.weight", state)
     taps = put.rng.normal(0.0, 0.3, (channels, 4))
     taps[:, -1] += 0.8

@@ -76,7 +76,6 @@ class HostDevice:
             head_dims=None,
             max_decode_rows=_PROBE_ROWS,
         )
-        self.ops = HostOps(round_q=debug is not None and debug.round_q)
         self.compute = ComputeStream()
         self.copy = CopyStream("copy")
         self.publish = CopyStream("publish")

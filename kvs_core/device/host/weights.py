@@ -1,8 +1,7 @@
 """A model's matrices on the host: held as float32, or left in the mapped file and dequantised piece by piece.
 
-Both kinds hand out the same row pieces, of at most ``PIECE_BYTES`` of float32, and every product is made piece by
-piece: a BLAS may add in another order for another shape, so only so does a result not depend on how a matrix is held.
-Within a piece all rows of a step are multiplied before the next piece is read: it is still in the cache.
+Both kinds hand out the same pieces of rows, and every product is made piece by piece: a BLAS may add in another order
+for another shape, so only so does a result not depend on how a matrix is held.
 """
 
 from __future__ import annotations
@@ -15,19 +14,25 @@ import numpy.typing as npt
 from gguf import GGMLQuantizationType
 
 from kvs_core.device.base import Progress
-from kvs_core.device.host.machine import available_ram_bytes
+from kvs_core.device.host.machine import available_cores, available_ram_bytes
 from kvs_core.errors import DeviceError
 from kvs_core.formats.gguf import TensorInfo
 from kvs_core.formats.quants import dequantize_rows
+from kvs_core.memory.phases import Phase
 from kvs_core.units import MIB
 
 Floats = npt.NDArray[np.float32]
 
-PIECE_BYTES = 8 * MIB
-"""Float32 bytes of a piece: small beside a last-level cache, large beside the start of a threaded product."""
+PIECE_BYTES = {Phase.DECODE: 2 * MIB, Phase.PREFILL: 8 * MIB}
+"""Float32 bytes of a piece at most, if a row is no longer.
+
+DECODE: what one row of a step has multiplied is still in a core's cache for the next row, so that four rows cost about
+two passes over memory. PREFILL: one product packs all rows anew, so pieces are larger. Both are long beside the start
+of a threaded product.
+"""
 
 _HELD_SHARE = 0.6    # of the available RAM; the rest is for the KV history, the arena and the mapped file
-_LOAD_THREADS = 2
+_LOAD_THREADS = 8    # at most; a few fill the memory bus
 _ALIGNMENT = 4096
 
 
@@ -55,16 +60,16 @@ class HostMatrix:
         self.name = name
         self.n_out = n_out
         self.n_in = n_in
-        self.piece_rows = min(n_out, max(1, PIECE_BYTES // (4 * n_in)))
 
     def read(self, first: int, rows: int) -> Floats:
-        """Rows [first, first + rows), contiguous; good until the next call. At most ``piece_rows``."""
+        """Rows [first, first + rows), contiguous; good until the next call. No more than a piece holds."""
         raise NotImplementedError
 
-    def pieces(self) -> Iterator[tuple[slice, Floats]]:
+    def pieces(self, phase: Phase) -> Iterator[tuple[slice, Floats]]:
         """The rows of each piece and its values, in order; the values are good until the next piece is asked for."""
-        for first in range(0, self.n_out, self.piece_rows):
-            rows = min(self.piece_rows, self.n_out - first)
+        step = _piece_rows(self.n_in, phase)
+        for first in range(0, self.n_out, step):
+            rows = min(step, self.n_out - first)
             yield slice(first, first + rows), self.read(first, rows)
 
 
@@ -140,10 +145,14 @@ class HostWeights:
         n_in, n_out = info.shape
         if info.quant is GGMLQuantizationType.F32:
             return HeldMatrix(info.name, info.data.view(np.float32).reshape(n_out, n_in))
-        needed = max(PIECE_BYTES // 4, n_in)
+        needed = max(n_in, *(size // 4 for size in PIECE_BYTES.values()))
         if self._scratch is None or self._scratch.size < needed:
             self._scratch = aligned_bytes(4 * needed, "a piece of a matrix").view(np.float32)
         return MappedMatrix(info, self._scratch)
+
+
+def _piece_rows(n_in: int, phase: Phase) -> int:
+    return max(1, PIECE_BYTES[phase] // (4 * n_in))
 
 
 def _fill(held: Sequence[tuple[TensorInfo, Floats]], progress: Progress | None) -> None:
@@ -151,7 +160,7 @@ def _fill(held: Sequence[tuple[TensorInfo, Floats]], progress: Progress | None) 
     total = sum(info.n_bytes for info, _ in held)
     jobs = []
     for info, values in held:
-        rows = max(1, PIECE_BYTES // (4 * values.shape[1]))
+        rows = _piece_rows(values.shape[1], Phase.DECODE)
         jobs += [(info, first, values[first : first + rows]) for first in range(0, len(values), rows)]
 
     def fill(job: tuple[TensorInfo, int, Floats]) -> int:
@@ -160,7 +169,7 @@ def _fill(held: Sequence[tuple[TensorInfo, Floats]], progress: Progress | None) 
         return info.n_bytes * out.size // info.n_elements
 
     done = 0
-    with ThreadPoolExecutor(_LOAD_THREADS) as pool:
+    with ThreadPoolExecutor(min(_LOAD_THREADS, available_cores())) as pool:
         for size in pool.map(fill, jobs):
             done += size
             if progress is not None:

@@ -47,7 +47,7 @@ def matmul(x: Buffer, weight: Weight, out: Buffer, *, phase: Phase) -> None:
     assert isinstance(weight, HostMatrix)
     assert x.shape[1] == weight.n_in
     assert out.shape == (len(x), weight.n_out)
-    for columns, values in weight.pieces():
+    for columns, values in weight.pieces(phase):
         if phase is Phase.PREFILL:
             np.matmul(x, values.T, out=out[:, columns])
         else:

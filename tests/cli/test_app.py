@@ -1,0 +1,111 @@
+"""The command tree: help teaches, and every end has its exit code and goes to the right stream."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+
+import pytest
+from rich.console import Console
+
+from kvs_cli import app
+from kvs_cli.completion import SHELLS, completion_script
+from kvs_cli.help import print_help
+from kvs_core.settings.setting import Command
+from kvs_core.settings.table import TABLE
+
+
+def help_text(command: Command, *, everything: bool = False, width: int = 120) -> str:
+    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    print_help(command, everything=everything, console=console)
+    return console.export_text()
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["", "--help", "-h", "--version", "--completion-bash", "run --help", "run --usage", "run --help-all",
+     "run --version", "run --list-devices", "run --completion-bash", "info -h", "info --help-all", "completion",
+     "completion zsh"],
+)
+def test_answers_end_with_0(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """What only asks for a text gets it on stdout, and nothing is said on stderr."""
+    assert app.main(line.split()) == 0
+    captured = capsys.readouterr()
+    assert captured.out
+    assert captured.err == ""
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["rum", "--bad", "run --bad", "run", "run -m M", "run -c", "run -np 4", "run a b", "info", "info --bad",
+     "completion tcsh", "completion bash zsh"],
+)
+def test_errors_end_with_1(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every error is one line on stderr that starts with ``error:``, with nothing on stdout; never exit code 2."""
+    assert app.main(line.split()) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ")
+    assert captured.err.count("\n") == 1
+
+
+def test_an_unknown_flag_is_named_as_llama_server_names_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """``error: invalid argument: X`` with the nearest flag."""
+    assert app.main(["run", "--modle", "x"]) == 1
+    assert capsys.readouterr().err == "error: invalid argument: --modle; did you mean --model?\n"
+
+
+def test_notices_go_to_stderr_before_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    """What does nothing is said even if the run then cannot start."""
+    assert app.main(["run", "--port", "1"]) == 1
+    assert capsys.readouterr().err.splitlines() == [
+        "--port: no effect on kvs run", "error: no model: give the GGUF file with --model FILE"]
+
+
+@pytest.mark.parametrize("command", app.COMMANDS)
+def test_help_names_every_setting(command: Command) -> None:
+    """The full help has every flag of the table; the short one has what works here, and says that there is more."""
+    short, full = help_text(command), help_text(command, everything=True)
+    words = set(full.replace(",", " ").split())
+    for setting in TABLE:
+        assert words.issuperset((*setting.flags, *setting.off))
+    usable_flags = {setting.flag for setting in TABLE if setting.usable(command)}
+    assert set(short.replace(",", " ").split()) >= usable_flags
+    assert "--help-all" in short
+    assert "--lora" not in short
+
+
+def test_help_of_run_has_three_examples() -> None:
+    """Three command lines to start from, each on a line of its own."""
+    assert sum(line.strip().startswith(("kvs run", "git diff")) for line in help_text("run").splitlines()) == 3
+
+
+@pytest.mark.parametrize("width", [20, 40, 71, 80, 200])
+def test_help_fits_the_console(width: int) -> None:
+    """No line is wider than the console, and no word of a flag is lost on a narrow one."""
+    text = help_text("run", width=width)
+    assert all(len(line) <= width for line in text.splitlines())
+    assert "--kv-stream-arena" in text
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_completion_scripts_are_valid(shell: str) -> None:
+    """Every script names the flags; where the shell is installed, it accepts its script."""
+    script = completion_script(shell, app.COMMANDS)
+    assert "cache-type-k" in script
+    assert "draft-model" not in script
+    if program := shutil.which(shell):
+        subprocess.run([program, "-n"], input=script, text=True, check=True, timeout=20)
+
+
+def test_bash_completes_flags_and_words() -> None:
+    """Flags after a dash, words after a flag that takes some; refused words are not offered."""
+    if shutil.which("bash") is None:
+        pytest.skip("bash is not installed")
+    script = completion_script("bash", app.COMMANDS) + """
+COMP_WORDS=(kvs run --kv-page); COMP_CWORD=2; _kvs; echo "${COMPREPLY[@]}"
+COMP_WORDS=(kvs run -fa o); COMP_CWORD=3; _kvs; echo "${COMPREPLY[@]}"
+COMP_WORDS=(kvs r); COMP_CWORD=1; _kvs; echo "${COMPREPLY[@]}"
+"""
+    done = subprocess.run(["bash"], input=script, text=True, check=True, capture_output=True, timeout=20)
+    assert done.stdout.splitlines() == ["--kv-page-tokens", "on", "run"]

@@ -1,0 +1,93 @@
+"""A command line becomes the values that the rooms receive, or is refused where it contradicts itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvs_cli.options import parse
+from kvs_core.errors import SettingsError
+from kvs_core.settings import PromptSettings, RunSettings
+from kvs_core.settings.typed import info_settings, run_settings
+
+
+def typed(*argv: str) -> RunSettings:
+    parsed = parse(["-m", "M", *argv], {}, "run")
+    return run_settings(parsed.values, parsed.explicit, parsed.positionals)
+
+
+def test_sampling_values_under_their_api_names() -> None:
+    """Only explicit ones reach the sampler: the model's own defaults stand for the rest."""
+    chosen = typed("-p", "x", "--temp", "0", "-l", "3+1", "--dry-sequence-breaker", r"\n", "--ignore-eos",
+                   "--mirostat-ent", "4", "--samplers", "top_k;temperature").sampling
+    assert chosen == {"temperature": 0.0, "logit_bias": [(3, 1.0)], "dry_sequence_breakers": ["\n"], "ignore_eos": True,
+                      "mirostat_tau": 4.0, "samplers": ["top_k", "temperature"]}
+    assert typed("-p", "x", "--dry-sequence-breaker", "none").sampling == {"dry_sequence_breakers": []}
+    assert typed("-p", "x", "--sampler-seq", "kt").sampling == {"samplers": "kt"}
+    assert typed("-p", "x").sampling == {}
+
+
+@pytest.mark.parametrize(
+    ("argv", "prompt"),
+    [
+        (["-p", r"a\nb"], PromptSettings(text="a\nb")),
+        (["-p", r"a\nb", "--no-escape"], PromptSettings(text=r"a\nb")),
+        (["-p", ""], PromptSettings(text="")),
+        (["-f", "x"], PromptSettings(file=Path("x"))),
+        (["x"], PromptSettings(file=Path("x"))),
+        (["-"], PromptSettings()),
+        (["-f", "-"], PromptSettings()),
+    ],
+)
+def test_prompt_sources(argv: list[str], prompt: PromptSettings) -> None:
+    """One prompt from text, a file or stdin; only text on the command line has escapes."""
+    assert typed(*argv).prompt == prompt
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], "no prompt: give PROMPT_FILE"),
+        (["x", "-p", "y"], "PROMPT_FILE and --prompt are both prompts"),
+        (["-p", "x", "-sys", "y"], "add --chat"),
+        (["-p", "x", "--samplers", "top_k", "--sampler-seq", "k"], "give one of them"),
+        (["-p", "x", "--rope-scale", "2", "--rope-freq-scale", "0.5"], "give one of them"),
+        (["-p", "x", "-ctkd", "q8_0"], "share the type of the cache, f16"),
+        (["-p", "x", "--spec-synth-rates", "0.5,0.9,0.1"], "expected 3 rates that never rise"),
+        (["-p", "x", "--spec-synth-len", "2", "--spec-synth-rates", "0.5,0.4,0.1"], "give one of them"),
+        (["-p", "x", "--chat-template-kwargs", '{"enable_thinking": "no"}'], "not a boolean"),
+        (["-p", "x", "--kv-stream-arena-mib", "1", "--kv-stream-pool-mib", "1"], "exclude each other"),
+        (["-p", "x", "--kv-page-tokens", "100"], "not a multiple of 32"),
+    ],
+)
+def test_rules_between_settings(argv: list[str], words: str) -> None:
+    """What contradicts itself is refused, with both names."""
+    with pytest.raises(SettingsError, match=words):
+        typed(*argv)
+
+
+def test_typed_values() -> None:
+    """Flags become what the rooms receive, in their units and with their unset values."""
+    run_with = typed("-p", "x", "--rope-scale", "4", "--yarn-beta-fast", "32", "-t", "2", "-ngl", "all", "-c", "4096",
+                     "--kv-unified-per-slot", "1024", "--kv-stream-pool-mib", "0", "-r", r"\n", "-v", "--chat",
+                     "--reasoning", "off", "--reasoning-effort", "low", "--chat-template-kwargs", '{"a": 1}')
+    rope, device = run_with.engine.rope, run_with.engine.device
+    assert (rope.freq_scale, rope.yarn_beta_fast, rope.yarn_beta_slow, rope.freq_base) == (0.25, 32.0, None, None)
+    assert (device.threads, device.gpu_layers) == (2, None)
+    assert run_with.engine.context.ctx_size == 1024
+    assert run_with.engine.kv.pool_mib is None
+    assert run_with.output.stop == ("\n",)
+    assert run_with.logging.verbosity == 5
+    assert run_with.chat.variables == {"a": 1, "enable_thinking": False, "reasoning_effort": "low"}
+
+
+def test_info_takes_its_model_either_way() -> None:
+    """``kvs info MODEL`` and ``kvs info -m MODEL``; not both, not neither."""
+    for argv in (["M"], ["-m", "M"]):
+        parsed = parse(argv, {}, "info")
+        assert info_settings(parsed.values, parsed.positionals).model.path == Path("M")
+    for argv, words in ((["M", "-m", "N"], "are both models"), ([], "no model: give the GGUF file")):
+        parsed = parse(argv, {}, "info")
+        with pytest.raises(SettingsError, match=words):
+            info_settings(parsed.values, parsed.positionals)

@@ -1,0 +1,57 @@
+"""What the machine gives: containers' limits count, and the BLAS's threads are what was asked for."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from threadpoolctl import ThreadpoolController, threadpool_limits
+
+from kvs_core.device.host import machine
+from kvs_core.units import MIB
+
+
+@pytest.fixture
+def cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A container's limits, empty: none."""
+    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def restored_threads() -> Iterator[None]:
+    with threadpool_limits(None, user_api="blas"):
+        yield
+
+
+def test_a_memory_limit_counts_less_what_is_used_but_for_cached_files(cgroup: Path) -> None:
+    """A process is killed at the container's limit, however much RAM the machine has."""
+    free = machine.available_ram_bytes()
+    assert free > 16 * MIB
+    (cgroup / "memory.max").write_text(f"{10 * MIB}\n")
+    (cgroup / "memory.current").write_text(f"{7 * MIB}\n")
+    assert machine.available_ram_bytes() == 3 * MIB
+    (cgroup / "memory.stat").write_text(f"anon {2 * MIB}\ninactive_file {3 * MIB}\nactive_file {2 * MIB}\n")
+    assert machine.available_ram_bytes() == 8 * MIB
+    (cgroup / "memory.current").write_text(f"{99 * MIB}\n")
+    assert machine.available_ram_bytes() == 0
+    (cgroup / "memory.max").write_text("max\n")
+    assert machine.available_ram_bytes() > 16 * MIB
+
+
+def test_a_cpu_quota_counts(cgroup: Path) -> None:
+    """Threads beyond the quota would only wait for each other; there is always one core."""
+    cores = machine.available_cores()
+    assert cores >= 1
+    for text, expected in (("max 100000", cores), ("150000 100000", 1), ("20000 100000", 1), ("9900000 100000", cores)):
+        (cgroup / "cpu.max").write_text(text + "\n")
+        assert machine.available_cores() == expected
+
+
+@pytest.mark.usefixtures("restored_threads")
+def test_the_blas_has_the_threads_asked_for() -> None:
+    """Given a number, that many; without one, no more than there are cores."""
+    for threads in (2, 1):
+        assert machine.fix_blas_threads(threads) == threads
+        pools = [pool for pool in ThreadpoolController().info() if pool["user_api"] == "blas"]
+        assert {pool["num_threads"] for pool in pools} <= {threads}
+    assert 1 <= machine.fix_blas_threads(None) <= machine.available_cores()

@@ -1,0 +1,148 @@
+"""The product's promises on the whole engine, compared as bits: exact, row-invariant, no early read, complete history."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvs_core.device.host.device import HostDebug
+from kvs_core.engine.engine import Engine
+from kvs_core.memory.phases import Phase
+from tests.engine.tiny import engine, kv_settings, run, text
+
+PROMPT = 300
+DECODE = 40
+
+
+def hostile(seed: int) -> HostDebug:
+    """Copies of random slowness, and NaN wherever nobody may read."""
+    dice = random.Random(seed)
+    return HostDebug(copy_delay=lambda: dice.choice((0.0, 0.0, 0.0002, 0.001)), poison=True)
+
+
+class Reference(dict[tuple[str, int], bytes]):
+    """Logits as bytes, by model and ubatch. Prints short."""
+
+    def __repr__(self) -> str:
+        return f"logits of {list(self)}"
+
+
+@pytest.fixture(scope="module")
+def resident(tiny_qwen35: Path, tiny_llama: Path) -> Reference:
+    """The logits of runs that hold every page."""
+    logits = Reference()
+    for name, path in (("qwen35", tiny_qwen35), ("llama", tiny_llama)):
+        for ubatch in (48, 64):
+            with engine(path, kv=kv_settings(residency_mode="resident"), ubatch=ubatch) as built:
+                vocab = built.spec.n_vocab
+                logits[name, ubatch] = run(built, text(vocab, PROMPT), text(vocab, DECODE, 1)).tobytes()
+                assert built.report().h2d_bytes == 0
+    return logits
+
+
+@settings(max_examples=25)
+@given(
+    model=st.sampled_from(["qwen35", "llama"]),
+    ubatch=st.sampled_from([48, 64]),
+    pool=st.floats(0.0, 0.25),
+    fixed=st.booleans(),
+    ring=st.integers(0, 12),
+    run_pages=st.integers(0, 9),
+    seed=st.integers(0, 1000),
+)
+def test_bits_do_not_depend_on_residency(
+    tiny_qwen35: Path, tiny_llama: Path, resident: Reference,
+    model: str, ubatch: int, pool: float, fixed: bool, ring: int, run_pages: int, seed: int,
+) -> None:
+    """Logits are those of a fully resident run, bit for bit, for any arena, ring, run length and copy timing."""
+    path = tiny_qwen35 if model == "qwen35" else tiny_llama
+    kv = kv_settings(ring_slots=ring, run_pages=run_pages)
+    with engine(path, kv=kv, pool=pool, fixed=fixed, ubatch=ubatch, debug=hostile(seed)) as built:
+        vocab = built.spec.n_vocab
+        logits = run(built, text(vocab, PROMPT), text(vocab, DECODE, 1))
+        assert built.report().h2d_bytes > 0
+    assert logits.tobytes() == resident[model, ubatch]
+
+
+@pytest.mark.parametrize(("type_k", "type_v"), [("f32", "f32"), ("f16", "q5_1"), ("bf16", "iq4_nl"), ("q4_0", "q4_1")])
+def test_bits_do_not_depend_on_residency_for_other_types(tiny_llama: Path, type_k: str, type_v: str) -> None:
+    """The same for other K and V types."""
+    outcome = []
+    for pool in (None, 0.0, 0.1):
+        with engine(tiny_llama, kv=kv_settings(type_k, type_v), pool=pool, fixed=True, debug=hostile(3)) as built:
+            vocab = built.spec.n_vocab
+            outcome.append(run(built, text(vocab, 200), text(vocab, 12, 1)).tobytes())
+    assert outcome[0] == outcome[1] == outcome[2]
+
+
+def logits_of_rows(built: Engine, prompt: list[int], rows: list[list[int]]) -> np.ndarray:
+    """Logits of decode steps of several rows each."""
+    logits = []
+    with built.step(prompt, Phase.PREFILL) as step:
+        step.settle()
+    for tokens in rows:
+        with built.step(tokens, Phase.DECODE) as step:
+            logits.append(step.logits(0))
+            step.settle()
+    return np.concatenate(logits)
+
+
+@settings(max_examples=20)
+@given(
+    model=st.sampled_from(["qwen35", "llama"]),
+    prompt=st.integers(1, 64),
+    widths=st.lists(st.integers(1, 8), min_size=1, max_size=6),
+    pool=st.sampled_from([None, 0.0]),
+)
+def test_rows_do_not_depend_on_their_number(
+    tiny_qwen35: Path, tiny_llama: Path, model: str, prompt: int, widths: list[int], pool: float | None
+) -> None:
+    """n rows in one step have the logits of n steps of one row, bit for bit."""
+    path = tiny_qwen35 if model == "qwen35" else tiny_llama
+    outcome = []
+    for wide in (True, False):
+        with engine(path, kv=kv_settings(), pool=pool) as built:
+            tokens = text(built.spec.n_vocab, sum(widths), 2)
+            cuts = np.cumsum([0, *widths]) if wide else np.arange(len(tokens) + 1)
+            rows = [tokens[a:b] for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
+            outcome.append(logits_of_rows(built, text(built.spec.n_vocab, prompt), rows))
+    assert outcome[0].tobytes() == outcome[1].tobytes()
+
+
+@settings(max_examples=20)
+@given(
+    model=st.sampled_from(["qwen35", "llama"]),
+    steps=st.lists(st.tuples(st.integers(1, 8), st.integers(0, 8)), min_size=1, max_size=12),
+    pool=st.sampled_from([None, 0.0]),
+)
+def test_dropped_rows_leave_no_trace(
+    tiny_qwen35: Path, tiny_llama: Path, model: str, steps: list[tuple[int, int]], pool: float | None
+) -> None:
+    """After steps of which only the first rows were kept, logits and state are those of a run of the kept rows alone."""
+    path = tiny_qwen35 if model == "qwen35" else tiny_llama
+    outcome = []
+    for with_drops in (True, False):
+        with engine(path, kv=kv_settings(), pool=pool, debug=hostile(5)) as built:
+            vocab = built.spec.n_vocab
+            with built.step(text(vocab, 60), Phase.PREFILL) as step:
+                step.settle()
+            for number, (width, keep) in enumerate(steps):
+                tokens = text(vocab, width, number + 10)
+                keep = min(keep, width)
+                if with_drops:
+                    with built.step(tokens, Phase.DECODE) as step:
+                        step.settle(keep)
+                    with built.step(tokens, Phase.DECODE):
+                        pass   # left without settling: all rows dropped
+                elif keep:
+                    with built.step(tokens[:keep], Phase.DECODE) as step:
+                        step.settle()
+            with built.step([7], Phase.DECODE) as step:
+                outcome.append(step.logits().tobytes())
+                step.settle()
+    assert outcome[0] == outcome[1]

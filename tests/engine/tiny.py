@@ -1,0 +1,80 @@
+"""Engines on tiny models with arenas of any number of pages, for tests of the whole machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvs_core.device.host.device import HostDebug, HostDevice
+from kvs_core.engine.engine import Engine
+from kvs_core.engine.session import Session
+from kvs_core.formats.gguf import GgufFile
+from kvs_core.memory.phases import Phase, required_bytes
+from kvs_core.settings.rooms import ContextSettings, KvSettings, RopeSettings
+
+CONTEXT = 512
+
+
+def kv_settings(type_k: str = "q8_0", type_v: str = "q4_0", **others: object) -> KvSettings:
+    """Small pages, so that a short text has many."""
+    return replace(KvSettings(type_k=type_k, type_v=type_v, page_tokens=32), **others)  # type: ignore[arg-type]
+
+
+@contextmanager
+def engine(
+    path: Path,
+    *,
+    kv: KvSettings,
+    pool: float | None = None,
+    fixed: bool = False,
+    ubatch: int = 64,
+    context: int = CONTEXT,
+    debug: HostDebug | None = None,
+) -> Iterator[Engine]:
+    """An engine whose pool lies between the least (0.0) and all pages (1.0); None: all pages.
+
+    fixed  the pool has that size in both phases; otherwise in the phase with the larger workspace
+    """
+    settings: dict[str, Any] = {
+        "context": ContextSettings(ctx_size=context, ubatch=ubatch), "kv": kv, "rope": RopeSettings()
+    }
+    file = GgufFile.open(path)
+    sizes = {} if pool is None else _sizes(file, settings, pool, fixed)
+    built = Engine(file, HostDevice(1, debug=debug), **settings, **sizes)
+    try:
+        yield built
+    finally:
+        built.close()
+
+
+def _sizes(file: GgufFile, settings: dict[str, Any], pool: float, fixed: bool) -> dict[str, int]:
+    probe = Engine(file, HostDevice(1), **settings)
+    try:
+        need, memory = probe.need, probe.memory
+        slots = round(need.least_slots + pool * (need.all_slots - need.least_slots))
+        page_bytes = probe.geometry.page_bytes
+        if fixed:
+            return {"pool_bytes": slots * page_bytes}
+        return {
+            "arena_bytes": max(required_bytes(memory.request(phase), slot_bytes=page_bytes, slots=slots) for phase in Phase)
+        }
+    finally:
+        probe.close()
+
+
+def run(built: Engine, prompt: Sequence[int], decode: Sequence[int]) -> np.ndarray:
+    """Logits of every prompt position, then of each decode step: [T, V]."""
+    session = Session(built)
+    logits = [session.prefill(prompt, all_logits=True)]
+    logits += [session.decode(token)[None] for token in decode]
+    return np.concatenate(logits)
+
+
+def text(vocab: int, count: int, seed: int = 0) -> list[int]:
+    """Random tokens."""
+    return [int(token) for token in np.random.default_rng(seed).integers(0, vocab, count)]
