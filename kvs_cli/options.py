@@ -21,7 +21,7 @@ from kvs_cli.yaml_file import read_yaml
 from kvs_core.errors import SettingsError
 from kvs_core.settings.kinds import ON, shown
 from kvs_core.settings.setting import Command, Setting
-from kvs_core.settings.table import BY_FLAG, BY_YAML_NAME, DEFAULTS, TABLE, yaml_name
+from kvs_core.settings.table import BY_FLAG, BY_KEY, BY_YAML_NAME, DEFAULTS, TABLE, yaml_name
 
 _MAX_POSITIONALS = 1  # the prompt file of run, the model of info
 _ACTIONS = ("help", "help_all", "version", "completion_bash", "list_devices", "cache_list")
@@ -231,7 +231,7 @@ def _without_effect(given: Mapping[str, _Given], command: Command) -> list[str]:
         if command not in setting.commands:
             reason = f"no effect on kvs {command}" if is_flag else ""
         elif command in setting.needed_by and not (switch and switch.value):
-            reason = f"no effect without --{setting.needs}" if is_flag else ""
+            reason = f"no effect without {BY_KEY[setting.needs].flag}" if is_flag else ""
         else:
             text = setting.no_effect(found.value)
             shared = found.source is Source.ENVIRONMENT and not found.name.startswith("LLAMA_")

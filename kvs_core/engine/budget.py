@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvs_core.device.workspace import BufferSpec
 from kvs_core.errors import CapabilityError
 from kvs_core.memory.phases import MemoryPlan, Phase, PhaseRequest, required_bytes
-from kvs_core.models.model import Model
-from kvs_core.models.spec import LayerSpec
+from kvs_core.models.model import forward_buffers, logit_buffers
+from kvs_core.models.recurrent import MAX_ROWS
+from kvs_core.models.spec import LayerSpec, ModelSpec
 from kvs_core.paging.geometry import (
     GROUP_PAGES,
     SEGMENT_GROUPS,
@@ -18,11 +20,11 @@ from kvs_core.paging.geometry import (
 )
 from kvs_core.paging.residency import ResidencyMode, least_pool_slots
 from kvs_core.paging.spans import SCRATCH_GROUPS
-from kvs_core.settings.rooms import ContextPlan, KvSettings
+from kvs_core.settings.rooms import ContextPlan, ContextSettings, KvSettings
 from kvs_core.streaming.handover import PhaseBuffers, attention_scratch
 from kvs_core.units import MIB, ceil_div, mib_ceil
 
-DECODE_ROWS = 8
+DECODE_ROWS = MAX_ROWS
 """Rows of the decode workspace: one, or a verify of up to seven drafts."""
 
 _FREE_SHARE = 0.4   # of free memory that an arena chosen by kvs takes at most; the history needs as much again
@@ -47,10 +49,9 @@ def page_geometry(layers: tuple[LayerSpec, ...], kv: KvSettings) -> PageGeometry
     )
 
 
-def phase_buffers(model: Model, geometry: PageGeometry, context: ContextPlan) -> dict[Phase, PhaseBuffers]:
+def phase_buffers(spec: ModelSpec, geometry: PageGeometry, context: ContextPlan) -> dict[Phase, PhaseBuffers]:
     """The workspace of each phase: activations, logits, attention scratch."""
-    layers = model.spec.kv_layers
-    heads = max(layer.heads for layer in layers)
+    heads = max(layer.heads for layer in spec.kv_layers)
     groups = ceil_div(geometry.pages_of(context.context_tokens), GROUP_PAGES)
     buffers = {}
     for phase, rows, logit_rows in (
@@ -60,8 +61,8 @@ def phase_buffers(model: Model, geometry: PageGeometry, context: ContextPlan) ->
             phase, rows=rows, heads=heads, v_dim=geometry.v_dim,
             groups=min(SCRATCH_GROUPS, groups), segments=ceil_div(groups, SEGMENT_GROUPS),
         )
-        specs: list[BufferSpec] = [*model.workspace(rows), *model.logit_workspace(logit_rows)]
-        specs += [spec for _, spec in scratch]
+        specs: list[BufferSpec] = [*forward_buffers(spec, rows), *logit_buffers(spec, logit_rows)]
+        specs += [buffer for _, buffer in scratch]
         buffers[phase] = PhaseBuffers(tuple(specs), tuple(name for name, _ in scratch))
     return buffers
 
@@ -84,8 +85,48 @@ def pool_need(geometry: PageGeometry, layers: int, context: ContextPlan, mode: R
     return PoolNeed(min(least, every), every)
 
 
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What one model and one context take of a device, weights and recurrent state aside."""
+
+    context: ContextPlan
+    mode: ResidencyMode
+    geometry: PageGeometry
+    need: PoolNeed
+    buffers: Mapping[Phase, PhaseBuffers]
+    memory: MemoryPlan
+
+
+def plan_budget(
+    spec: ModelSpec, context: ContextSettings, kv: KvSettings, *,
+    free_bytes: int, arena_bytes: int | None = None, pool_bytes: int | None = None,
+) -> Budget:
+    """The budget of a model, from its sizes alone. ``BudgetError`` or ``CapabilityError`` if it cannot be.
+
+    free_bytes               of the device, for an arena that is chosen here
+    arena_bytes, pool_bytes  exact sizes instead of ``kv.arena_mib`` and ``kv.pool_mib``; arenas in multiples of 256
+    """
+    plan = context.plan(spec.n_ctx_train)
+    mode = ResidencyMode.parse(kv.residency_mode)
+    geometry = page_geometry(spec.kv_layers, kv)
+    need = pool_need(geometry, len(spec.kv_layers), plan, mode)
+    buffers = phase_buffers(spec, geometry, plan)
+    memory = plan_memory(
+        geometry, need, buffers,
+        arena_bytes=arena_bytes if kv.arena_mib is None else kv.arena_mib * MIB,
+        pool_bytes=pool_bytes if kv.pool_mib is None else kv.pool_mib * MIB,
+        free_bytes=free_bytes,
+    )
+    return Budget(plan, mode, geometry, need, buffers, memory)
+
+
+def arena_for(memory: MemoryPlan, slots: int) -> int:
+    """The least arena, in bytes, whose pool has that many slots in both phases."""
+    return max(required_bytes(memory.request(phase), slot_bytes=memory.slot_bytes, slots=slots) for phase in Phase)
+
+
 def plan_memory(
-    geometry: PageGeometry, need: PoolNeed, buffers: dict[Phase, PhaseBuffers], *,
+    geometry: PageGeometry, need: PoolNeed, buffers: Mapping[Phase, PhaseBuffers], *,
     arena_bytes: int | None, pool_bytes: int | None, free_bytes: int,
 ) -> MemoryPlan:
     """The arena or the pool as asked for; else an arena for the whole context, if it is a fair part of free memory.

@@ -1,6 +1,6 @@
 """Engine: builds the rooms for one model on one device, owns the phase, and runs steps.
 
-    file -> model -> page geometry -> memory plan -> arena -> KvStream, RecurrentState, Handover
+    file -> spec -> budget (pages, memory plan) -> model -> arena -> KvStream, RecurrentState, Handover
 
     with engine.step(tokens, phase) as step:
         logits = step.logits()          [n, V] on the host
@@ -13,25 +13,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from types import TracebackType
 
 import numpy as np
 
 from kvs_core.device.base import Buffer, Device
-from kvs_core.engine.budget import PoolNeed, page_geometry, phase_buffers, plan_memory, pool_need
+from kvs_core.engine.budget import plan_budget
 from kvs_core.formats.gguf import GgufFile
 from kvs_core.memory.arena import Arena
-from kvs_core.memory.phases import MemoryPlan, Phase
+from kvs_core.memory.phases import Phase
 from kvs_core.models.blocks import Batch
 from kvs_core.models.recurrent import RecurrentState
-from kvs_core.models.registry import load_model
+from kvs_core.models.registry import load_model, read_spec
 from kvs_core.models.rope import RopeOverrides
 from kvs_core.models.spec import ModelSpec
-from kvs_core.paging.residency import ResidencyConfig, ResidencyMode
-from kvs_core.settings.rooms import ContextPlan, ContextSettings, KvSettings, RopeSettings
+from kvs_core.paging.residency import ResidencyConfig
+from kvs_core.settings.rooms import ContextSettings, KvSettings, RopeSettings
 from kvs_core.streaming.handover import Handover
 from kvs_core.streaming.kv_stream import KvStats, KvStep, KvStream
-from kvs_core.units import MIB
 
 Progress = Callable[[int, int], None]
 
@@ -72,24 +72,17 @@ class Engine:
         """
         self._device = device
         overrides = RopeOverrides(**{field.name: getattr(rope, field.name) for field in fields(rope)})
+        spec = read_spec(file)
+        plan = partial(plan_budget, spec, context, kv, arena_bytes=arena_bytes, pool_bytes=pool_bytes)
+        device.capabilities.check(plan(free_bytes=device.free_bytes()).geometry)   # what cannot be, before the weights
         self._model = load_model(file, device, rope=overrides, progress=progress)
-        spec = self._model.spec
-        self.context: ContextPlan = context.plan(spec.n_ctx_train)
-        self.geometry = page_geometry(spec.kv_layers, kv)
-        device.capabilities.check(self.geometry)
-        mode = ResidencyMode.parse(kv.residency_mode)
-        self._mode = mode
-        buffers = phase_buffers(self._model, self.geometry, self.context)
-        self.need: PoolNeed = pool_need(self.geometry, len(spec.kv_layers), self.context, mode)
-        self.memory: MemoryPlan = plan_memory(
-            self.geometry, self.need, buffers,
-            arena_bytes=arena_bytes if kv.arena_mib is None else kv.arena_mib * MIB,
-            pool_bytes=pool_bytes if kv.pool_mib is None else kv.pool_mib * MIB,
-            free_bytes=device.free_bytes(),
-        )
+        budget = plan(free_bytes=device.free_bytes())   # an arena chosen here comes from what the weights left
+        self.context, self.geometry, self.need = budget.context, budget.geometry, budget.need
+        self.memory = budget.memory
+        self._mode = budget.mode
         device.allocate_arena(self.memory.arena_bytes)
         config = ResidencyConfig(
-            mode=mode,
+            mode=budget.mode,
             layers=len(spec.kv_layers),
             page_bytes=self.geometry.page_bytes,
             ring_slots=kv.ring_slots,
@@ -98,7 +91,7 @@ class Engine:
         )
         self._kv = KvStream(device, self.geometry, config, self.context.context_tokens)
         self._state = RecurrentState(spec, device)
-        self._handover = Handover(device, Arena(self.memory.arena_bytes), self.memory, self._kv, buffers)
+        self._handover = Handover(device, Arena(self.memory.arena_bytes), self.memory, self._kv, budget.buffers)
 
     @property
     def spec(self) -> ModelSpec:

@@ -30,17 +30,6 @@ class Session:
         """Tokens that can still be added."""
         return self.engine.context.context_tokens - len(self.tokens)
 
-    def check_prompt(self, prompt_tokens: int) -> None:
-        """``ContextError`` unless a prompt of that many tokens leaves room for one more."""
-        context = self.engine.context.context_tokens
-        if prompt_tokens >= context:
-            raise ContextError(
-                f"the prompt has {prompt_tokens} tokens, the context holds {context} and must leave room for one more; "
-                "raise --ctx-size or shorten the prompt",
-                prompt_tokens=prompt_tokens,
-                context_tokens=context,
-            )
-
     def prefill(
         self, prompt: Sequence[int], *, progress: PrefillProgress | None = None, all_logits: bool = False
     ) -> np.ndarray:
@@ -49,7 +38,7 @@ class Session:
         ``ContextError`` if it does not fit; then nothing has happened.
         """
         assert len(prompt) > 0, "an empty prompt"
-        self.check_prompt(len(self.tokens) + len(prompt))
+        check_prompt(len(self.tokens) + len(prompt), self.engine.context.context_tokens)
         logits: list[np.ndarray] = []
         done = 0
         for rows in ubatches(len(prompt), self.engine.context.batch_tokens, self.engine.context.ubatch_tokens):
@@ -73,6 +62,17 @@ class Session:
             step.settle()
         self.tokens.append(token)
         return np.asarray(logits)
+
+
+def check_prompt(prompt_tokens: int, context_tokens: int) -> None:
+    """``ContextError`` unless a prompt of that many tokens leaves room in the context for one more."""
+    if prompt_tokens >= context_tokens:
+        raise ContextError(
+            f"the prompt has {prompt_tokens} tokens, the context holds {context_tokens} and must leave room for one "
+            "more; raise --ctx-size or shorten the prompt",
+            prompt_tokens=prompt_tokens,
+            context_tokens=context_tokens,
+        )
 
 
 def ubatches(tokens: int, batch_tokens: int, ubatch_tokens: int) -> list[int]:

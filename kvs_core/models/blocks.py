@@ -140,7 +140,6 @@ class Attention:
     """Grouped-query attention with rotary positions.
 
     q_norm, k_norm  RMSNorm per head before the rotation, or None
-    gated           q's matrix gives each head its query and then a gate, whose sigmoid multiplies the head's output
     scale           factor on q
     """
 
@@ -154,18 +153,17 @@ class Attention:
     scale: float
     q_norm: Buffer | None = None
     k_norm: Buffer | None = None
-    gated: bool = False
 
-    def buffers(self, rows: int) -> list[BufferSpec]:
+    @staticmethod
+    def buffers(layer: LayerSpec, rows: int) -> list[BufferSpec]:
         """Projections and the attended rows."""
-        layer = self.layer
         shapes = {
             "q": (rows, layer.heads, layer.k_dim),
             "k": (rows, layer.kv_heads, layer.k_dim),
             "v": (rows, layer.kv_heads, layer.v_dim),
             "attended": (rows, layer.heads, layer.v_dim),
         }
-        if self.gated:
+        if layer.gated:
             shapes["q_and_gate"] = (rows, layer.heads, 2 * layer.k_dim)
         return [BufferSpec(name, shape, ACTIVATION, overlay="attention") for name, shape in shapes.items()]
 
@@ -176,7 +174,7 @@ class Attention:
         q, k, v, attended = step.rows("q"), step.rows("k"), step.rows("v"), step.rows("attended")
         gate: Buffer | None = None
         source = q
-        if self.gated:
+        if self.layer.gated:
             both = step.rows("q_and_gate")
             source, gate = both[..., : self.layer.k_dim], both[..., self.layer.k_dim :]
             self.q.apply(step, normed, both)
@@ -214,9 +212,10 @@ class DeltaNet:
     out: Linear
     weights: GdnWeights
 
-    def buffers(self, rows: int) -> list[BufferSpec]:
+    @staticmethod
+    def buffers(layer: LayerSpec, rows: int) -> list[BufferSpec]:
         """Projections and the mixed rows."""
-        gdn = self.layer.gdn
+        gdn = layer.gdn
         assert gdn is not None
         widths = {
             "qkv": gdn.conv_channels,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvs_core.device.base import Buffer, Device, Weight
@@ -11,6 +11,20 @@ from kvs_core.memory.phases import Phase
 from kvs_core.models.blocks import ACTIVATION, Attention, Batch, DeltaNet, FeedForward, KvView, Step, residual_buffers
 from kvs_core.models.recurrent import RecurrentState
 from kvs_core.models.spec import ModelSpec
+
+
+def forward_buffers(spec: ModelSpec, rows: int) -> list[BufferSpec]:
+    """The buffers of ``Model.forward`` for steps of up to ``rows`` rows: from the sizes alone, before any weight."""
+    buffers = residual_buffers(rows, spec.n_embd)
+    for layer in spec.layers:
+        buffers += (Attention if layer.gdn is None else DeltaNet).buffers(layer, rows)
+    buffers += FeedForward.buffers(rows, spec.n_ff)
+    return list(dict.fromkeys(buffers))
+
+
+def logit_buffers(spec: ModelSpec, rows: int) -> list[BufferSpec]:
+    """The buffer of ``Model.logits`` for up to ``rows`` rows. No other call writes to it."""
+    return [BufferSpec("logits", (rows, spec.n_vocab), ACTIVATION)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +55,11 @@ class Model:
         self._output_norm = output_norm
         self._head = head
 
-    def workspace(self, rows: int) -> list[BufferSpec]:
-        """The buffers of ``forward`` for steps of up to ``rows`` rows."""
-        return list(dict.fromkeys(self._buffers(rows)))
-
-    def logit_workspace(self, rows: int) -> list[BufferSpec]:
-        """The buffer of ``logits`` for up to ``rows`` rows. No other call writes to it."""
-        return [BufferSpec("logits", (rows, self.spec.n_vocab), ACTIVATION)]
-
     def forward(self, batch: Batch, kv: KvView, state: RecurrentState | None, ws: Workspace) -> Buffer:
         """Run a step and return its hidden rows after output_norm, [T, E], in the workspace until the next call.
 
         Adds the step's keys and values to ``kv`` and begins a step of ``state``: the caller settles or drops both.
-        ``state`` may be None for a model without recurrent layers. ``ws`` holds at least ``workspace(T)``.
+        ``state`` may be None for a model without recurrent layers. ``ws`` holds at least ``forward_buffers(spec, T)``.
         """
         assert 0 <= batch.tokens.min() <= batch.tokens.max() < self.spec.n_vocab, "a token outside the vocabulary"
         if state is not None:
@@ -70,9 +76,3 @@ class Model:
         out = ws.rows("logits", len(hidden_rows))
         self._ops.matmul(hidden_rows, self._head, out, phase=Phase.DECODE)
         return out
-
-    def _buffers(self, rows: int) -> Iterator[BufferSpec]:
-        yield from residual_buffers(rows, self.spec.n_embd)
-        for layer in self._layers:
-            yield from layer.mixer.buffers(rows)
-        yield from FeedForward.buffers(rows, self.spec.n_ff)

@@ -69,7 +69,7 @@ def read_spec(file: GgufFile) -> ModelSpec:
         if recurrent[index]:
             layers.append(LayerSpec(index, LayerKind.RECURRENT, gdn=gdn))
         else:
-            layers.append(keys.attention_layer(index, n_kv))
+            layers.append(keys.attention_layer(index, n_kv, gated=True))
             n_kv += 1
     if n_nextn and "blk.0.attn_norm.weight" not in file.tensors and f"blk.{n_layer}.attn_norm.weight" in file.tensors:
         raise ModelFileError(
@@ -79,7 +79,7 @@ def read_spec(file: GgufFile) -> ModelSpec:
         attention_scale=1.0 / sqrt(keys.k_dim),
         rope=_read_rope(file, keys),
         layers=tuple(layers),
-        nextn=tuple(keys.attention_layer(n_layer + index, n_kv + index) for index in range(n_nextn)),
+        nextn=tuple(keys.attention_layer(n_layer + index, n_kv + index, gated=True) for index in range(n_nextn)),
     )
 
 
@@ -222,7 +222,6 @@ def _load_attention(spec: ModelSpec, layer: LayerSpec, loader: Loader, rope: Rop
         scale=spec.attention_scale,
         q_norm=loader.vector(f"{block}.attn_q_norm.weight"),
         k_norm=loader.vector(f"{block}.attn_k_norm.weight"),
-        gated=True,
     )
 
 

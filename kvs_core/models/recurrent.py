@@ -20,6 +20,7 @@ saved rows in turn: a layer reads its pending rows from one and saves its own in
 from __future__ import annotations
 
 from enum import Enum
+from math import prod
 
 import numpy as np
 
@@ -36,11 +37,24 @@ class _Mode(Enum):
     BROKEN = "broken"
 
 
+MAX_ROWS = 8
+"""The widest decode or verify step."""
+
+_DTYPE = np.float32
+
+
+def state_bytes(spec: ModelSpec, max_rows: int = MAX_ROWS) -> int:
+    """Device bytes of the states and banks of a model, the same for every position."""
+    shapes = [layer.gdn for layer in spec.recurrent_layers if layer.gdn is not None]
+    numbers = sum(prod(shape) for gdn in shapes for shape in _shapes(gdn, max_rows).values())
+    return numbers * np.dtype(_DTYPE).itemsize
+
+
 class RecurrentState:
     """All recurrent layers of one sequence. A model without such layers has an empty one."""
 
-    def __init__(self, spec: ModelSpec, device: Device, max_rows: int = 8) -> None:
-        """Allocate zeroed states and row banks beside the arena. ``max_rows``: the widest decode or verify step."""
+    def __init__(self, spec: ModelSpec, device: Device, max_rows: int = MAX_ROWS) -> None:
+        """Allocate zeroed states and row banks beside the arena: ``state_bytes(spec, max_rows)``."""
         self._ops = device.ops
         self._max_rows = max_rows
         self._shapes = {layer.index: layer.gdn for layer in spec.layers if layer.gdn is not None}
@@ -50,11 +64,6 @@ class RecurrentState:
         self._waiting: set[int] = set()                       # layers that have not run in it
         self._bank = 0                                        # where pending rows lie
         self._pending = dict.fromkeys(self._shapes, 0)        # rows of that bank to apply, per layer
-
-    @property
-    def bytes(self) -> int:
-        """Device bytes of states and banks, the same for every position."""
-        return sum(buffer.nbytes for state in self._states.values() for buffer in _buffers(state))
 
     def begin(self, phase: Phase, rows: int) -> None:
         """Start a step of ``rows`` rows. ``Model.forward`` does; its caller settles or drops."""
@@ -132,17 +141,18 @@ class RecurrentState:
             )
 
 
-def _allocate(shape: GdnShape, device: Device, max_rows: int) -> GdnState:
-    heads, channels = shape.v_heads, shape.conv_channels
-    return GdnState(
-        state=device.allocate((heads, shape.d_k, shape.d_v), np.float32),
-        conv=device.allocate((shape.conv_taps - 1, channels), np.float32),
-        bank_x=device.allocate((2, max_rows, channels), np.float32),
-        bank_k=device.allocate((2, max_rows, shape.k_heads, shape.d_k), np.float32),
-        bank_decay=device.allocate((2, max_rows, heads), np.float32),
-        bank_d=device.allocate((2, max_rows, heads, shape.d_v), np.float32),
-    )
+def _shapes(gdn: GdnShape, max_rows: int) -> dict[str, tuple[int, ...]]:
+    """The arrays of a layer's ``GdnState``."""
+    heads, channels = gdn.v_heads, gdn.conv_channels
+    return {
+        "state": (heads, gdn.d_k, gdn.d_v),
+        "conv": (gdn.conv_taps - 1, channels),
+        "bank_x": (2, max_rows, channels),
+        "bank_k": (2, max_rows, gdn.k_heads, gdn.d_k),
+        "bank_decay": (2, max_rows, heads),
+        "bank_d": (2, max_rows, heads, gdn.d_v),
+    }
 
 
-def _buffers(state: GdnState) -> tuple[Buffer, ...]:
-    return (state.state, state.conv, state.bank_x, state.bank_k, state.bank_decay, state.bank_d)
+def _allocate(gdn: GdnShape, device: Device, max_rows: int) -> GdnState:
+    return GdnState(**{name: device.allocate(shape, _DTYPE) for name, shape in _shapes(gdn, max_rows).items()})

@@ -31,7 +31,10 @@ class LayerKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One layer. ``kv_index`` counts attention layers only and is None, like the head sizes 0, in a recurrent one."""
+    """One layer. ``kv_index`` counts attention layers only and is None, like the head sizes 0, in a recurrent one.
+
+    gated  q's matrix gives each head its query and then a gate, whose sigmoid multiplies the head's output
+    """
 
     index: int
     kind: LayerKind
@@ -40,6 +43,7 @@ class LayerSpec:
     k_dim: int = 0
     v_dim: int = 0
     kv_index: int | None = None
+    gated: bool = False
     gdn: GdnShape | None = None
 
     def __post_init__(self) -> None:
@@ -144,9 +148,9 @@ class CommonKeys:
             nextn=nextn,
         )
 
-    def attention_layer(self, index: int, kv_index: int) -> LayerSpec:
+    def attention_layer(self, index: int, kv_index: int, *, gated: bool = False) -> LayerSpec:
         """Layer ``index`` with this model's heads."""
-        return LayerSpec(index, LayerKind.FULL, self.heads, self.kv_heads, self.k_dim, self.v_dim, kv_index)
+        return LayerSpec(index, LayerKind.FULL, self.heads, self.kv_heads, self.k_dim, self.v_dim, kv_index, gated)
 
 
 def read_common(file: GgufFile, arch: str) -> CommonKeys:

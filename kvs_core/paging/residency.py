@@ -99,11 +99,15 @@ def least_pool_slots(layers: int, context_tokens: int, page_tokens: int, step_ro
     """Slots with which any context up to ``context_tokens`` runs in steps of up to ``step_rows`` rows.
 
     Per layer, the groups a step can touch must be resident; older groups pass through a ring of at least one slot.
+    With one slot fewer some step fails.
     """
     pages = ceil_div(context_tokens, page_tokens)
     touched = ceil_div(step_rows - 1, page_tokens) + 1
     most = touched + GROUP_PAGES - 1   # the first page written may be the last of its group
-    return layers * pages if most >= pages else layers * most + 1
+    if most >= pages:
+        return layers * pages
+    older = pages >= most + GROUP_PAGES   # such a step can have an older group behind it
+    return layers * most + int(older)
 
 
 def residency_step(config: ResidencyConfig, state: ResidencyState, seen: Observation) -> ResidencyState:
@@ -111,52 +115,48 @@ def residency_step(config: ResidencyConfig, state: ResidencyState, seen: Observa
     layers, pages = config.layers, seen.pages
     limit = seen.writable_page // GROUP_PAGES * GROUP_PAGES
     cuts = [min(cut, limit) for cut in state.cuts]
-    state = _feedback(config, state, seen)
+    most_ring = seen.pool_slots - layers * (pages - limit)
+    next_state = _feedback(config, state, seen, most_ring)
     if layers * pages <= seen.pool_slots:
-        return replace(state, cuts=(0,) * layers, ring_slots=0)
+        return replace(next_state, cuts=(0,) * layers, ring_slots=0)
     if config.mode is ResidencyMode.RESIDENT:
         raise _too_small(config, seen, layers * pages)
-    least_resident = layers * (pages - limit)
-    if least_resident + 1 > seen.pool_slots:
-        raise _too_small(config, seen, least_resident + 1)
+    if most_ring < 1:
+        raise _too_small(config, seen, min(layers * pages, layers * (pages - limit) + 1))
 
-    want = _wanted_ring(config, state, seen)
-    for _ in range(3):   # the ring depends on what is streamed, which depends on the ring: settles at once in practice
-        ring = max(1, min(want, sum(cuts) or want, seen.pool_slots - least_resident))
-        cuts = _fit(cuts, pages, limit, seen.pool_slots - ring)
-        if min(want, sum(cuts)) <= ring:
-            break
+    # Some page is streamed, so more pages are streamed than the ring has slots: it can use them all.
+    ring = min(_wanted_ring(config, state, next_state.ring_bonus, seen), most_ring)
+    cuts = _fit(cuts, pages, limit, seen.pool_slots - ring)
     cuts = _promote(cuts, pages, seen.pool_slots - ring)
-    ring = max(1, min(ring, sum(cuts)))
-    changed = ring != state.ring_slots
-    return replace(state, cuts=tuple(cuts), ring_slots=ring, steps_since_change=0 if changed else state.steps_since_change)
+    since = 0 if ring != state.ring_slots else next_state.steps_since_change
+    return replace(next_state, cuts=tuple(cuts), ring_slots=ring, steps_since_change=since)
 
 
-def _wanted_ring(config: ResidencyConfig, state: ResidencyState, seen: Observation) -> int:
-    """run + ceil(link rate x longest gap / page bytes), or the fixed size."""
+def _wanted_ring(config: ResidencyConfig, state: ResidencyState, bonus: int, seen: Observation) -> int:
+    """run + ceil(link rate x longest gap / page bytes), and what starvation added; or the fixed size."""
     if config.ring_slots:
         return config.ring_slots
+    if state.ring_slots and state.steps_since_change + 1 < _COOL_DOWN_STEPS:
+        return state.ring_slots
     ahead = ceil(config.link_bytes_per_s * seen.gap_s / config.page_bytes)
     computed = min(2 * config.copy_pages + ahead, max(1, seen.pool_slots // _RING_SHARE))
     # A measured gap moves a little from step to step; the ring follows it only beyond an eighth, upwards or downwards.
     base = state.ring_slots - state.ring_bonus
     if base > 0 and abs(computed - base) * 8 <= base:
         computed = base
-    if state.ring_slots and state.steps_since_change < _COOL_DOWN_STEPS:
-        return state.ring_slots
-    return computed + state.ring_bonus
+    return computed + bonus
 
 
-def _feedback(config: ResidencyConfig, state: ResidencyState, seen: Observation) -> ResidencyState:
-    """Starvation grows the ring by a run, long ease takes one back; not within the cool-down of a change."""
+def _feedback(config: ResidencyConfig, state: ResidencyState, seen: Observation, most_ring: int) -> ResidencyState:
+    """Starvation grows the ring by a run, up to ``most_ring``, long ease takes one back; not within the cool-down."""
     since = state.steps_since_change + 1
     calm = 0 if seen.starved else state.calm_steps + 1
-    bonus = state.ring_bonus
+    bonus, run = state.ring_bonus, config.run_pages_in(state.ring_slots)
     if since >= _COOL_DOWN_STEPS:
-        if seen.starved:
-            bonus += config.copy_pages
+        if seen.starved and state.ring_slots < most_ring:
+            bonus += run
         elif calm >= _EASE_STEPS and bonus > 0:
-            bonus, calm = max(0, bonus - config.copy_pages), 0
+            bonus, calm = max(0, bonus - run), 0
     return replace(state, ring_bonus=bonus, steps_since_change=since, calm_steps=calm)
 
 

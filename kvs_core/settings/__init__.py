@@ -18,6 +18,8 @@ from kvs_core.settings.rooms import (
     ContextSettings,
     DeviceSettings,
     EngineSettings,
+    HubModel,
+    InfoSettings,
     KvSettings,
     LoggingSettings,
     ModelSettings,
@@ -27,6 +29,7 @@ from kvs_core.settings.rooms import (
     RopeScaling,
     RopeSettings,
     RunSettings,
+    UrlModel,
 )
 
 __all__ = [
@@ -36,6 +39,8 @@ __all__ = [
     "ContextSettings",
     "DeviceSettings",
     "EngineSettings",
+    "HubModel",
+    "InfoSettings",
     "KvSettings",
     "LoggingSettings",
     "ModelSettings",
@@ -45,4 +50,5 @@ __all__ = [
     "RopeScaling",
     "RopeSettings",
     "RunSettings",
+    "UrlModel",
 ]

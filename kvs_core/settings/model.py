@@ -1,15 +1,14 @@
-"""Settings of the model file: which one, and how it is read."""
+"""Settings of the model file: which one, where it comes from, and how it is read."""
 
 from __future__ import annotations
 
 from functools import partial
 
 from kvs_core.settings.kinds import CSV, PATH, SWITCH, TEXT, choice
-from kvs_core.settings.setting import Group, Rule, Setting
+from kvs_core.settings.setting import COMMANDS, Group, Rule, Setting
 
 _model = partial(Setting, group=Group.MODEL)
 
-_NO_DOWNLOAD = Rule("downloading is not in this version; fetch the GGUF file yourself and give it with --model FILE")
 _NO_LOCK = "weights are memory-mapped and not locked in RAM"
 _MAPPED = "weights are always memory-mapped"
 _NO_DIRECT = "direct reads are not used: weights are memory-mapped"
@@ -29,36 +28,31 @@ SETTINGS = (
               Rule(_NO_LOCK, only=("mlock", "mmap+mlock")),
               Rule(_NO_DIRECT, only=("dio",)))),
     _model("offline", ("--offline",), SWITCH,
-        "Never use the network. kvs never does.",
+        "Never use the network: a model of --hf-repo or --model-url must be in the cache.",
         default=False, env="LLAMA_ARG_OFFLINE"),
     _model("hf_repo", ("-hf", "-hfr", "--hf-repo"), TEXT,
-        "Model of a Hugging Face repository, USER/MODEL[:QUANT].",
-        env="LLAMA_ARG_HF_REPO",
-        refuse=(_NO_DOWNLOAD,)),
+        "Model of a Hugging Face repository, USER/MODEL[:QUANT], fetched into the cache unless it is there. Without "
+        "QUANT: Q4_K_M, else Q8_0, else the first.",
+        env="LLAMA_ARG_HF_REPO"),
     _model("hf_file", ("-hff", "--hf-file"), TEXT,
-        "File inside the Hugging Face repository.",
-        env="LLAMA_ARG_HF_FILE",
-        refuse=(_NO_DOWNLOAD,)),
+        "File inside the Hugging Face repository; QUANT is then not looked at.",
+        env="LLAMA_ARG_HF_FILE"),
     _model("hf_token", ("-hft", "--hf-token"), TEXT,
-        "Hugging Face access token.",
-        env="HF_TOKEN",
-        note=(Rule("nothing is downloaded in this version"),)),
+        "Hugging Face access token, for private and gated repositories.",
+        env="HF_TOKEN", needs="hf_repo", needed_by=COMMANDS),
     _model("model_url", ("-mu", "--model-url"), TEXT,
-        "Model to download from a URL.",
-        relevance="accept", env="LLAMA_ARG_MODEL_URL",
-        refuse=(_NO_DOWNLOAD,)),
+        "Model at an http or https address, fetched into the cache unless it is there.",
+        relevance="accept", env="LLAMA_ARG_MODEL_URL"),
     _model("cache_list", ("-cl", "--cache-list"), SWITCH,
-        "List downloaded models and exit.",
-        default=False, relevance="accept",
-        note=(Rule("kvs keeps no cache of downloads, there is nothing to list"),)),
+        "List the models in the cache and exit.",
+        default=False, relevance="accept"),
     _model("lazy_mode", ("-lzm", "--lazy-mode"), choice("on", "auto", "off"),
         "Read tensors from the file on first use.",
         default="auto", relevance="accept", env="LLAMA_ARG_LAZY_MODE",
         note=(Rule(_MAPPED, only=("off",)),)),
     _model("check_tensors", ("--check-tensors",), SWITCH,
-        "Scan the weights for NaN and infinity.",
-        default=False, relevance="accept",
-        note=(Rule("the scan is skipped: weights are read piece by piece, on use"),)),
+        "Scan the weights for NaN and infinity before anything runs; it reads the whole file.",
+        default=False, relevance="accept"),
     _model("mlock", ("--mlock",), SWITCH,
         "Old spelling of --load-mode mlock.",
         default=False, relevance="accept",

@@ -1,6 +1,6 @@
 """What the rooms receive: frozen values, checked once at birth, built from the table's values by ``typed.py``.
 
-    RunSettings
+    RunSettings, InfoSettings
     ├── engine: EngineSettings   model · context · kv · rope · device: all that the engine is built from
     ├── sampling                 explicit sampling values only, under llama-server's API names
     ├── prompt, chat             what to continue, and how it is wrapped
@@ -29,11 +29,35 @@ RopeScaling = Literal["none", "linear", "yarn"]
 
 
 @dataclass(frozen=True, slots=True)
-class ModelSettings:
-    """The model file (part 00001 of a split file). override_kv: ``key=type:value`` texts, read with the file."""
+class HubModel:
+    """A model of a hub repository, ``user/model[:quant]``, or the file of that name in it."""
 
-    path: Path
+    repo: str
+    file: str | None = None
+    token: str | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class UrlModel:
+    """A model at an http or https address."""
+
+    url: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSettings:
+    """Which model, and how its file is read.
+
+    source       a file (part 00001 of a split one), or where to fetch it from if the cache lacks it
+    offline      the cache alone is asked
+    override_kv  ``key=type:value`` texts, read with the file
+    scan         all weights are looked at for NaN and infinity first
+    """
+
+    source: Path | HubModel | UrlModel
+    offline: bool = False
     override_kv: tuple[str, ...] = ()
+    scan: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,4 +235,13 @@ class RunSettings:
     sampling: Mapping[str, object]
     chat: ChatSettings = field(default_factory=ChatSettings)
     output: OutputSettings = OutputSettings()
+    logging: LoggingSettings = LoggingSettings()
+
+
+@dataclass(frozen=True, slots=True)
+class InfoSettings:
+    """One ``kvs info``. json: print one JSON object instead of tables."""
+
+    engine: EngineSettings
+    json: bool = False
     logging: LoggingSettings = LoggingSettings()

@@ -73,7 +73,7 @@ class Setting:
     refuse     values that cannot be honoured: each text says why and what to use instead
     note       values that are taken but do nothing here: each text says so. The default value is never worth a note
     commands   where it means something; elsewhere it is taken, and named once as without effect
-    needs      the switch without which it does nothing on the commands of ``needed_by``
+    needs      key of the setting without which it does nothing on the commands of ``needed_by``
     append     repeating the flag adds to the value instead of replacing it
     api        its name in llama-server's request API, for sampling values
     """

@@ -15,6 +15,8 @@ from kvs_core.settings.rooms import (
     ContextSettings,
     DeviceSettings,
     EngineSettings,
+    HubModel,
+    InfoSettings,
     KvSettings,
     LoggingSettings,
     ModelSettings,
@@ -22,6 +24,7 @@ from kvs_core.settings.rooms import (
     PromptSettings,
     RopeSettings,
     RunSettings,
+    UrlModel,
 )
 from kvs_core.settings.table import TABLE
 
@@ -43,22 +46,26 @@ def run_settings(values: Values, explicit: Collection[str], positionals: Sequenc
     )
 
 
-def info_settings(values: Values, positionals: Sequence[str]) -> EngineSettings:
+def info_settings(values: Values, positionals: Sequence[str]) -> InfoSettings:
     """Settings of ``kvs info``; ``positionals`` may be the model instead of ``--model``. Raises SettingsError."""
     if positionals and values["model"] is not None:
         raise SettingsError(f"{positionals[0]} and --model {values['model']} are both models; give one of them")
     if positionals:
         values = {**values, "model": _path(positionals[0], "MODEL")}
-    return engine_settings(values)
+    return InfoSettings(engine=engine_settings(values), json=values["json"], logging=logging_settings(values))
 
 
 def engine_settings(values: Values) -> EngineSettings:
     """All that the engine is built from. Raises SettingsError, also if there is no model."""
-    if values["model"] is None:
-        raise SettingsError("no model: give the GGUF file with --model FILE")
+    model = ModelSettings(
+        source=_source(values),
+        offline=values["offline"],
+        override_kv=values["override_kv"],
+        scan=values["check_tensors"],
+    )
     _check_drafts(values)
     return EngineSettings(
-        model=ModelSettings(values["model"], values["override_kv"]),
+        model=model,
         context=_context(values),
         kv=KvSettings(
             type_k=values["cache_type_k"],
@@ -91,6 +98,24 @@ def logging_settings(values: Values) -> LoggingSettings:
         prefix=values["log_prefix"],
         timestamps=values["log_timestamps"],
     )
+
+
+def _source(values: Values) -> Path | HubModel | UrlModel:
+    path, repo, url = values["model"], values["hf_repo"], values["model_url"]
+    given = {"--model": path, "--hf-repo": repo, "--model-url": url}
+    named = [flag for flag, value in given.items() if value is not None]
+    if len(named) > 1:
+        raise SettingsError(f"{' and '.join(named)} are each a model; give one of them")
+    if repo is not None:
+        return HubModel(repo, values["hf_file"], values["hf_token"])
+    if values["hf_file"] is not None:
+        raise SettingsError("--hf-file names a file of a repository; give that with --hf-repo")
+    if url is not None:
+        return UrlModel(url)
+    if path is None:
+        raise SettingsError("no model: give the GGUF file with --model FILE, or a repository with --hf-repo")
+    assert isinstance(path, Path)
+    return path
 
 
 def _context(values: Values) -> ContextSettings:

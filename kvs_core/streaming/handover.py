@@ -6,7 +6,7 @@ the end of a pool that shrinks are streamed from then on, or move down, before a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +22,8 @@ from kvs_core.streaming.layer_kv import AttentionScratch
 
 WORKSPACE = "workspace"
 """The region of a phase's activations and attention scratch."""
+
+_CLOSED = "the session is closed, what was published to the host history is valid: start again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,7 @@ class Handover:
     """Owns the layout in use, and carries out phase changes on one arena, its KV and a device."""
 
     def __init__(
-        self, device: Device, arena: Arena, memory: MemoryPlan, kv: KvStream, buffers: dict[Phase, PhaseBuffers]
+        self, device: Device, arena: Arena, memory: MemoryPlan, kv: KvStream, buffers: Mapping[Phase, PhaseBuffers]
     ) -> None:
         self._device = device
         self._arena = arena
@@ -72,11 +74,13 @@ class Handover:
         with arena.begin() as transaction:
             memory.reserve(transaction, Phase.PREFILL)
             transaction.commit()
-        self._layout = self._bind(Phase.PREFILL)
+        self._layout: Layout | None = self._bind(Phase.PREFILL)
 
     @property
     def layout(self) -> Layout:
-        """The layout in use: prefill's at first."""
+        """The layout in use: prefill's at first. ``DeviceError`` after a change that failed behind its commit."""
+        if self._layout is None:
+            raise DeviceError(f"a change of phase failed; {_CLOSED}")
         return self._layout
 
     def change(self, phase: Phase) -> None:
@@ -84,6 +88,7 @@ class Handover:
 
         An error after it closes the arena: no layout may be used, and the host history is still valid.
         """
+        old = self.layout
         order = HandoverOrder(self._arena)
         transaction = None
         try:
@@ -96,7 +101,7 @@ class Handover:
             with order.step(HandoverStep.DROP_GRAPHS):
                 self._device.drop_captured()
             with order.step(HandoverStep.RELEASE):
-                self._layout.release()
+                old.release()
             with order.step(HandoverStep.COMMIT):
                 transaction.commit()
             with order.step(HandoverStep.BIND):
@@ -107,14 +112,14 @@ class Handover:
             if order.state is HandoverState.ROLLED_BACK:
                 if transaction is not None:
                     transaction.rollback()
-                self._layout.release()
-                self._layout = self._bind(self._layout.phase)
+                old.release()
+                self._layout = self._bind(old.phase)
                 raise
-            if order.state is HandoverState.CLOSED and isinstance(error, Exception):
-                raise DeviceError(
-                    f"the change to the {phase.value} phase failed after its commit ({error}); the session is closed, "
-                    "what was published to the host history is valid: start again"
-                ) from error
+            if order.state is HandoverState.CLOSED:
+                self._layout = None
+                self._kv.unbind()
+                if isinstance(error, Exception):
+                    raise DeviceError(f"the change to the {phase.value} phase failed ({error}); {_CLOSED}") from error
             raise
 
     def _bind(self, phase: Phase) -> Layout:

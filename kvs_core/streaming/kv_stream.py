@@ -76,6 +76,10 @@ class KvStream:
         self._scratch = scratch
         self._table.resize(ring_slots=self._table.ring_slots, pool_slots=pool.shape[0])
 
+    def unbind(self) -> None:
+        """The pool is gone: no step begins from now on. The history stays."""
+        self._pool = None
+
     def vacate(self, pool_slots: int) -> None:
         """Empty the slots from ``pool_slots`` on: oldest groups become streamed, the rest moves down. For a hand-over."""
         assert self._step is None
@@ -87,8 +91,8 @@ class KvStream:
         """Publish what is dirty and block until every stream is empty."""
         self.publish_dirty()
         self._publisher.wait_all()
-        self._device.copy.synchronize()
-        self._device.publish.synchronize()
+        for stream in (self._device.compute, self._device.copy, self._device.publish):
+            stream.synchronize()
 
     def publish_dirty(self) -> None:
         """Send home every page that holds committed rows which have not been sent, a part-filled tail page too."""
@@ -106,6 +110,7 @@ class KvStream:
         positions = self.cache.reserve(rows)
         try:
             self._publisher.poll()
+            self._publish_full()   # nothing to do, unless a publication failed before
             pages = self.geometry.pages_of(positions.stop)
             self._history.ensure(pages)
             self._apply(self._decide(self._table.pool_slots, positions.start, pages), self._table.pool_slots, pages)
@@ -149,15 +154,14 @@ class KvStream:
     def _settle(self, keep: int) -> None:
         self.cache.settle(keep)
         self._forget_pages(self.geometry.pages_of(self.cache.committed))
-        full = self.cache.committed // self.geometry.page_tokens
-        first = self._publisher.enqueued // self.geometry.page_tokens
-        if full > first:
-            self._publish(range(first, full), full * self.geometry.page_tokens)
+        self._publish_full()
 
     def _abandon(self) -> None:
-        self._streamer.empty()
         self.cache.settle(0)
-        self._forget_pages(self.geometry.pages_of(self.cache.committed))
+        try:
+            self._streamer.empty()
+        finally:
+            self._forget_pages(self.geometry.pages_of(self.cache.committed))
 
     def _layer(self, step: KvStep, layer: int) -> LayerKv:
         return LayerKv(self._device, self.geometry, self._streamer, step, layer)
@@ -177,6 +181,9 @@ class KvStream:
         yield Chunk(tuple(PageRef(page, self._table.slot_of(PageId(layer, page))) for page in resident))
 
     def _row_spans(self, layer: int, first: int, rows: int) -> list[RowSpan]:
+        # Before its rows are written, and so before attention too: a page that was cut short may be coming back.
+        for page in [page for page in self._promoted if page.layer == layer]:
+            self._wait_promoted(page)
         spans = []
         size = self.geometry.page_tokens
         position = first
@@ -186,10 +193,6 @@ class KvStream:
             spans.append(RowSpan(self._table.slot_of(PageId(layer, page)), row, position - first, count))
             position += count
         return spans
-
-    def _wait_resident(self, layer: int) -> None:
-        for page in [page for page in self._promoted if page.layer == layer]:
-            self._wait_promoted(page)
 
     def _step_closed(self, longest_gap_s: float) -> None:
         self._step = None
@@ -264,7 +267,9 @@ class KvStream:
             self._device.discard(source)
 
     def _promote(self) -> None:
-        """Streamed pages at or above their layer's cut come back to stay; attention waits for each where it reads it."""
+        """Streamed pages at or above their layer's cut come back to stay; a layer waits for its own before it uses them."""
+        if len(self._table) == sum(self._pages - cut for cut in self._state.cuts):
+            return
         back = [
             PageId(layer, page)
             for layer, cut in enumerate(self._state.cuts)
@@ -292,21 +297,29 @@ class KvStream:
 
     def _forget_pages(self, pages: int) -> None:
         """Pages from ``pages`` on hold no committed row."""
-        gone = [page for page in self._table if page.page >= pages]
-        if gone or self._pages > pages:
-            self._plans.clear()
-        for page in gone:
+        if self._pages <= pages:
+            return
+        self._plans.clear()
+        self._pages = pages
+        for page in [page for page in self._table if page.page >= pages]:
             self._release(page)
-        self._pages = min(self._pages, pages)
 
     def _release(self, page: PageId) -> None:
         self._wait_promoted(page)
         self._device.discard(self._slots_view(self._table.release(page), 1))
 
     def _wait_promoted(self, page: PageId) -> None:
-        fence = self._promoted.pop(page, None)
+        fence = self._promoted.get(page)
         if fence is not None:
-            self._device.compute.wait(fence)
+            self._device.compute.wait(fence)   # raises if the copy failed, and again whenever the page is asked for
+            del self._promoted[page]
+
+    def _publish_full(self) -> None:
+        """Send home the full pages that have not been sent."""
+        full = self.cache.committed // self.geometry.page_tokens
+        first = self._publisher.enqueued // self.geometry.page_tokens
+        if full > first:
+            self._publish(range(first, full), full * self.geometry.page_tokens)
 
     def _publish(self, pages: range, tokens: int) -> None:
         ids = [PageId(layer, page) for page in pages for layer in range(self.layers)]
@@ -354,13 +367,14 @@ class KvStep:
     def settle(self, keep: int) -> None:
         """Commit the first ``keep`` rows, drop the rest, and close the step."""
         assert self._open, "the step is over"
+        assert 0 <= keep <= self.rows, f"{keep} of {self.rows} rows"
         self._close()
         self._kv._settle(keep)
 
     # For LayerKv.
 
     def row_spans(self, layer: int) -> Sequence[RowSpan]:
-        """Where this step's rows go in a layer."""
+        """Where this step's rows go in a layer, whose resident pages the compute stream has been told to wait for."""
         return self._kv._row_spans(layer, self.first_position, self.rows)
 
     def span_plan(self, layer: int) -> SpanPlan:
@@ -372,11 +386,10 @@ class KvStep:
         return self._kv._plan(layer)[1]
 
     def begin_attention(self, layer: int) -> None:
-        """Attention of a layer begins: resident pages that were copied back are waited for."""
+        """Attention of a layer begins."""
         now = perf_counter()
         if self._last_attention_s is not None:
             self._longest_gap_s = max(self._longest_gap_s, now - self._last_attention_s)
-        self._kv._wait_resident(layer)
 
     def end_attention(self) -> None:
         """Attention of a layer is enqueued."""

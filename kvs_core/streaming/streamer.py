@@ -62,8 +62,7 @@ class Streamer:
         assert self._next_read == 0, "a step is being read"
         runs = [entry.run for entry in self._in_ring]
         kept = head_in_ring(streamed, ring_slots, runs)
-        while len(self._in_ring) > kept:
-            self._drop(self._in_ring.pop())
+        self._drop_behind(kept)
         self._ring.resize(ring_slots)
         self._consumed = {slot: fence for slot, fence in self._consumed.items() if slot < ring_slots}
         # Slots that join the ring were read, or written, by the compute stream last.
@@ -73,12 +72,11 @@ class Streamer:
         self.pump()
 
     def empty(self) -> None:
-        """Drop all that was copied ahead; afterwards no copy into the ring is under way."""
-        while self._in_ring:
-            self._drop(self._in_ring.pop())
-        self._consumed.clear()
-        self._device.copy.wait(self._device.compute.record())
+        """Drop all that was copied ahead; what the compute stream does next meets no copy into the ring under way."""
         self._next_fetch = self._next_read = 0
+        self._consumed.clear()
+        self._drop_behind(0)
+        self._device.copy.wait(self._device.compute.record())
 
     def pump(self) -> None:
         """Enqueue copies as far as the ring has room."""
@@ -110,8 +108,8 @@ class Streamer:
 
     def release(self, run: Run) -> None:
         """After the last attention call that reads ``run``: its slots may be filled again once that call is done."""
-        entry = self._in_ring.popleft()
-        assert entry.run == run
+        assert self._in_ring[0].run == run, (self._in_ring[0].run, run)
+        self._in_ring.popleft()
         consumed = self._device.compute.record()
         for slot in run.slots:
             self._consumed[slot] = consumed
@@ -120,7 +118,14 @@ class Streamer:
         self._next_read = (self._next_read + 1) % len(self._schedule.runs)
         self.pump()
 
-    def _drop(self, entry: _InRing) -> None:
-        # Whoever uses the slot next must not meet the copy that is still under way.
-        self._device.compute.wait(entry.ready)
-        self._ring.move(entry.run.slots, SlotState.EMPTY)
+    def _drop_behind(self, kept: int) -> None:
+        """Forget the runs in the ring behind the first ``kept``."""
+        dropped = [self._in_ring.pop() for _ in range(len(self._in_ring) - kept)]
+        for entry in dropped:
+            self._ring.move(entry.run.slots, SlotState.EMPTY)
+        # Whoever uses the slots next must not meet a copy that is still under way; the stream keeps its order, so the
+        # last one is the one to wait for. The wait may raise, and by then the ring is what it will be.
+        if dropped:
+            self._device.compute.wait(dropped[0].ready)
+            for entry in dropped:
+                self._device.discard(self._pool_view(entry.run.first_slot, entry.run.pages))

@@ -59,7 +59,8 @@ def test_notices_go_to_stderr_before_an_error(capsys: pytest.CaptureFixture[str]
     """What does nothing is said even if the run then cannot start."""
     assert app.main(["run", "--port", "1"]) == 1
     assert capsys.readouterr().err.splitlines() == [
-        "--port: no effect on kvs run", "error: no model: give the GGUF file with --model FILE"]
+        "--port: no effect on kvs run",
+        "error: no model: give the GGUF file with --model FILE, or a repository with --hf-repo"]
 
 
 @pytest.mark.parametrize("command", app.COMMANDS)

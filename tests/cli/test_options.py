@@ -122,7 +122,7 @@ def test_the_known_command_line_is_accepted_flag_for_flag() -> None:
     engine = run_settings(parsed.values, parsed.explicit, parsed.positionals).engine
     assert engine.kv == KvSettings(type_k="q8_0", type_v="q4_0", arena_mib=2240)
     assert (engine.context.ctx_size, engine.context.batch, engine.context.ubatch) == (262144, 256, 256)
-    assert engine.model.path == Path("M")
+    assert engine.model.source == Path("M")
     engine.device.check_gpu_layers(30)
 
 
@@ -227,6 +227,7 @@ def test_settings_that_need_another_one() -> None:
     """Without the switch that they serve, flags are named as without effect; with it they are not."""
     assert run("--n-probs", "3", "--chat-template", "{{ x }}").notices == (
         "--n-probs: no effect without --json", "--chat-template: no effect without --chat")
+    assert run("-hft", "x").notices == ("-hft: no effect without --hf-repo",)
     assert run("--n-probs", "3", "--json", "--chat-template", "{{ x }}", "--chat").notices == ()
 
 
@@ -292,7 +293,7 @@ def test_a_missing_or_empty_config(tmp_path: Path) -> None:
     assert run("--config", str(tmp_path / "empty.yaml")).explicit == {"config"}
 
 
-@pytest.mark.parametrize("key", ["grammar", "spec_type", "json", "temperature"])
+@pytest.mark.parametrize("key", ["grammar", "spec_type", "special", "temperature"])
 def test_info_takes_the_flags_of_run(key: str) -> None:
     """A command line of run works for info: what it does not use is named."""
     setting = BY_KEY[key]

@@ -86,7 +86,7 @@ def test_info_takes_its_model_either_way() -> None:
     """``kvs info MODEL`` and ``kvs info -m MODEL``; not both, not neither."""
     for argv in (["M"], ["-m", "M"]):
         parsed = parse(argv, {}, "info")
-        assert info_settings(parsed.values, parsed.positionals).model.path == Path("M")
+        assert info_settings(parsed.values, parsed.positionals).engine.model.source == Path("M")
     for argv, words in ((["M", "-m", "N"], "are both models"), ([], "no model: give the GGUF file")):
         parsed = parse(argv, {}, "info")
         with pytest.raises(SettingsError, match=words):

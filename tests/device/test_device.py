@@ -73,8 +73,8 @@ def test_copies_arrive_and_are_counted(device: HostDevice) -> None:
     assert np.array_equal(home, history[1024:])
     device.enqueue_copy(slots[0], slots[2], device.compute)
     assert np.array_equal(slots[0], history[1024:])
-    counters = [(s.copied_bytes, s.copies) for s in (device.copy, device.publish, device.compute)]
-    assert counters == [(2048, 1), (1024, 1), (1024, 1)]
+    done = device.counters()
+    assert (done.copy_bytes, done.copy_calls, done.publish_bytes, done.publish_calls) == (2048, 1, 1024, 1)
     with pytest.raises(AssertionError):
         device.enqueue_copy(slots[0], history, device.copy)
 
@@ -105,6 +105,26 @@ def test_a_slot_reads_as_poison_from_the_copys_turn_until_it_is_done() -> None:
     assert np.isnan(values).all()
     assert (device.allocate_pinned(8) == 0xFF).all()
     device.close()
+
+
+def test_the_counters_know_how_long_compute_waited() -> None:
+    """A wait for a slow copy is a stall; a wait for one that is done is none."""
+    device = HostDevice(debug=HostDebug(copy_delay=lambda: 0.05))
+    device.enqueue_copy(np.zeros(8, np.uint8), np.ones(8, np.uint8), device.copy)
+    fence = device.copy.record()
+    device.compute.wait(fence)
+    stalled = device.counters().stall_ns
+    assert stalled > 20e6
+    device.compute.wait(fence)
+    assert device.counters().stall_ns == stalled
+    device.close()
+
+
+def test_free_memory_is_what_the_machine_says(device: HostDevice) -> None:
+    """An arena chosen by it can be had."""
+    assert device.free_bytes() > 1 << 20
+    device.drop_captured()
+    device.allocate_arena(min(device.free_bytes() // 2, 1 << 20))
 
 
 def test_discard_leaves_an_ordinary_device_alone(device: HostDevice) -> None:
@@ -168,7 +188,7 @@ def test_the_allocation_asked_for_fails_and_the_next_one_works() -> None:
 
 def test_state_is_zeroed_and_reported_and_downloads_are_copies(device: HostDevice) -> None:
     """Allocated memory starts at zero; a downloaded array does not follow the buffer."""
-    state = device.allocate((3, 5), "float32")
+    state = device.allocate((3, 5), np.float32)
     assert state.shape == (3, 5)
     assert not state.any()
     host = device.download(state)

@@ -13,7 +13,7 @@ from kvs_core.device.workspace import Workspace, workspace_bytes
 from kvs_core.formats.gguf import GgufFile
 from kvs_core.memory.phases import Phase
 from kvs_core.models.blocks import Batch
-from kvs_core.models.model import Model
+from kvs_core.models.model import Model, forward_buffers, logit_buffers
 from kvs_core.models.recurrent import RecurrentState
 from kvs_core.models.registry import load_model
 from tests.models.dense_kv import DenseKv, DenseLayer
@@ -62,7 +62,7 @@ class Run:
     """One sequence of a model over a dense cache, collecting what every row gives."""
 
     def __init__(self, model: Model, device: HostDevice) -> None:
-        specs = [*model.workspace(UBATCH), *model.logit_workspace(UBATCH)]
+        specs = [*forward_buffers(model.spec, UBATCH), *logit_buffers(model.spec, UBATCH)]
         self.model = model
         self.ws = Workspace(device, 256, workspace_bytes(specs), specs)
         self.kv = DenseKv(len(model.spec.kv_layers))
@@ -177,7 +177,7 @@ def test_a_step_that_broke_off_leaves_no_trace(model: Model, device: HostDevice)
 
 def test_workspace_grows_with_rows_alone(model: Model) -> None:
     """A workspace for more rows has the same buffers, and the first rows of each serve a smaller step."""
-    small, large = model.workspace(1), model.workspace(UBATCH)
+    small, large = forward_buffers(model.spec, 1), forward_buffers(model.spec, UBATCH)
     assert [spec.name for spec in small] == [spec.name for spec in large]
     assert all(spec.shape[0] == UBATCH for spec in large)
     assert len({spec.name for spec in large}) == len(large)

@@ -19,6 +19,7 @@ from kvs_core.errors import SettingsError
 from kvs_core.formats.gguf import GgufFile
 from kvs_core.memory.phases import Phase
 from kvs_core.models.blocks import Batch
+from kvs_core.models.model import forward_buffers, logit_buffers
 from kvs_core.models.qwen35 import still_pairs
 from kvs_core.models.recurrent import RecurrentState
 from kvs_core.models.registry import load_model
@@ -196,7 +197,7 @@ def test_logits_are_those_of_llamacpp(tmp_path: Path, arch: str, keys: dict[str,
     device.allocate_arena(1 << 20)
     try:
         ours = load_model(GgufFile.open(path), device)
-        specs = [*ours.workspace(96), *ours.logit_workspace(96)]
+        specs = [*forward_buffers(ours.spec, 96), *logit_buffers(ours.spec, 96)]
         ws = Workspace(device, 0, workspace_bytes(specs), specs)
         state = RecurrentState(ours.spec, device)
         hidden = ours.forward(Batch(tokens, 0, Phase.PREFILL), DenseKv(ours.spec.n_layer), state, ws)

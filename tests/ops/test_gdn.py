@@ -196,6 +196,16 @@ def test_prefill_holds_where_keys_repeat() -> None:
     np.testing.assert_allclose(out, exact_out, rtol=1e-4, atol=1e-4 * np.abs(exact_out).max())
 
 
+def test_prefill_keeps_slow_decay_apart_after_a_fast_one() -> None:
+    """A few rows that forget everything do not blur the decay of those that follow them in the chunk."""
+    shape = SHAPES[0]
+    rows, weights, state = _rows(shape, 64, 4), _weights(shape, 4, decay=5.0), _state(shape, 4)
+    rows.alpha[:8], rows.alpha[8:] = 200.0, -5.0
+    exact_out, exact_state = _oracle(rows, weights, shape, state)
+    _assert_close(_prefill(rows, weights, shape, state), exact_out)
+    _assert_close(state.state, exact_state)
+
+
 def test_a_prefill_in_parts_goes_on_where_it_stopped() -> None:
     """Two ubatches and then decode rows: one sequence."""
     shape = SHAPES[0]

@@ -100,7 +100,8 @@ class GgufModel:
 
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
-    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * weight
+    size: Array = np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps)
+    return x / size * weight
 
 
 def sigmoid(x: Array) -> Array:
@@ -114,11 +115,11 @@ def silu(x: Array) -> Array:
 def attention(q: Array, k: Array, v: Array) -> Array:
     """Causal softmax attention. q [T, H, D], k and v [T, G, D]; query head ``h`` reads KV head ``h // (H / G)``."""
     count, heads, dim = q.shape
-    hidden_future = np.triu(np.full((count, count), -np.inf), 1)
+    mask = np.triu(np.full((count, count), -np.inf), 1)
     out = np.empty_like(q)
     for head in range(heads):
         source = head // (heads // k.shape[1])
-        scores = q[:, head] @ k[:, source].T / np.sqrt(dim) + hidden_future
+        scores = q[:, head] @ k[:, source].T / np.sqrt(dim) + mask
         weights = np.exp(scores - scores.max(axis=1, keepdims=True))
         out[:, head] = weights / weights.sum(axis=1, keepdims=True) @ v[:, source]
     return out
@@ -198,7 +199,7 @@ def _delta_net(model: GgufModel, layer: int, y: Array) -> Array:
 
     qkv = y @ model.tensor(prefix + "attn_qkv.weight").T
     padded = np.vstack([np.zeros((taps.shape[1] - 1, qkv.shape[1])), qkv])
-    mixed = silu(sum(padded[tap : tap + count] * taps[:, tap] for tap in range(taps.shape[1])))
+    mixed = silu(np.sum([padded[tap : tap + count] * taps[:, tap] for tap in range(taps.shape[1])], axis=0))
     q, k, v = np.split(mixed, [k_heads * dim, 2 * k_heads * dim], axis=1)
     q, k, v = q.reshape(count, k_heads, dim), k.reshape(count, k_heads, dim), v.reshape(count, v_heads, dim)
     q = q / np.sqrt((q * q).sum(axis=-1, keepdims=True) + model.eps) / np.sqrt(dim)

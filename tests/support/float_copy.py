@@ -19,7 +19,7 @@ _TYPE_KEYS = ("general.quantization_version", "general.file_type")
 
 
 def write_float_copy(source: Path, target: Path) -> Path:
-    """Write ``source`` with every tensor as float32 to ``target``, metadata and tokenizer unchanged; returns ``target``.
+    """Write ``source`` with every tensor as float32, metadata and tokenizer unchanged, to ``target`` and return it.
 
     Takes 4 bytes per parameter on disk, and memory for the largest tensor only. ``target`` appears complete or not
     at all, so one that is there may be used again.

@@ -14,18 +14,19 @@ context is made.
 from __future__ import annotations
 
 import ctypes
+import os
 from collections import deque
 from collections.abc import Sequence
 from ctypes import CFUNCTYPE, POINTER, c_bool, c_char_p, c_float, c_int8, c_int32, c_size_t, c_uint32, c_void_p
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import gguf
 import numpy as np
 import xllamacpp
 
 CONTEXT_TYPE_MTP = 1
+TINY_EMBD = 256
 LOG_WARN, LOG_ERROR, LOG_CONTINUE = 3, 4, 5
 
 
@@ -100,6 +101,34 @@ class ContextParams(ctypes.Structure):
     )
 
 
+MODEL_DEFAULTS = {
+    "n_gpu_layers": -1,
+    "split_mode": 1,
+    "load_mode": -1,
+    "main_gpu": 0,
+    "check_tensors": False,
+    "use_extra_bufts": True,
+    "no_alloc": False,
+}
+CONTEXT_DEFAULTS = {
+    "n_ctx": 512,
+    "n_batch": 2048,
+    "n_ubatch": 512,
+    "n_seq_max": 1,
+    "flash_attn_type": -1,
+    "yarn_ext_factor": -1.0,
+    "defrag_thold": -1.0,
+    "type_k": 1,
+    "type_v": 1,
+    "embeddings": False,
+    "offload_kqv": True,
+    "no_perf": True,
+    "op_offload": True,
+    "swa_full": True,
+    "kv_unified": False,
+}
+
+
 class Batch(ctypes.Structure):
     """``llama_batch``: one row per token, all in sequence 0 here."""
 
@@ -119,7 +148,7 @@ KEEP_HIDDEN = "_Z26llama_set_embeddings_nextnP13llama_contextbb"
 HIDDEN = "_Z26llama_get_embeddings_nextnP13llama_context"
 
 # name: (result, arguments)
-SIGNATURES = {
+SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_model_default_params": (ModelParams, ()),
     "llama_context_default_params": (ContextParams, ()),
     "llama_backend_init": (None, ()),
@@ -153,13 +182,10 @@ def _library() -> ctypes.CDLL:
         function = getattr(lib, name)
         function.restype, function.argtypes = result, arguments
     model, context = lib.llama_model_default_params(), lib.llama_context_default_params()
-    read = (model.n_gpu_layers, model.split_mode, model.use_extra_bufts, model.check_tensors, context.n_ctx)
-    read += (context.n_batch, context.n_ubatch, context.n_seq_max, context.flash_attn_type, context.yarn_ext_factor)
-    read += (context.defrag_thold, context.type_k, context.type_v, context.embeddings, context.offload_kqv)
-    read += (context.no_perf, context.op_offload, context.swa_full, context.kv_unified)
-    known = (-1, 1, True, False, 512, 2048, 512, 1, -1, -1.0, -1.0, 1, 1, False, True, True, True, True, False)
-    if read != known:
-        raise ImportError(f"xllamacpp {xllamacpp.__version__}: parameter structs have another layout, defaults {read}")
+    for params, known in ((model, MODEL_DEFAULTS), (context, CONTEXT_DEFAULTS)):
+        read = {name: getattr(params, name) for name in known}
+        if read != known:
+            raise ImportError(f"xllamacpp {xllamacpp.__version__} has other parameter structs: {read}")
     return lib
 
 
@@ -167,7 +193,6 @@ _log: deque[str] = deque(maxlen=20)
 _log_level = 0
 
 
-@CFUNCTYPE(None, c_int32, c_char_p, c_void_p)
 def _keep_warnings(level: int, text: bytes, _user_data: int | None) -> None:
     global _log_level
     _log_level = _log_level if level == LOG_CONTINUE else level
@@ -175,26 +200,28 @@ def _keep_warnings(level: int, text: bytes, _user_data: int | None) -> None:
         _log.append(text.decode(errors="replace"))
 
 
+os.environ.setdefault("GGML_NO_BACKTRACE", "1")  # should it abort all the same, then at once and not through a debugger
 _lib = _library()
 _keep_hidden = getattr(_lib, KEEP_HIDDEN)
 _hidden = getattr(_lib, HIDDEN)
-_lib.llama_log_set(_keep_warnings, None)
+_log_callback = CFUNCTYPE(None, c_int32, c_char_p, c_void_p)(_keep_warnings)  # lives as long as the library may call it
+_lib.llama_log_set(_log_callback, None)
 _lib.llama_backend_init()
 
 
 def _refused(what: str) -> LlamaCppError:
     said = "".join(_log).strip()
-    _log.clear()
     return LlamaCppError(f"{what}: {said or 'llama.cpp gave no reason'}")
 
 
 class Model:
-    """A loaded GGUF. Weights stay as they are in the file: no repacking, so results do not depend on the CPU's taste."""
+    """A loaded GGUF. Weights stay as they are in the file: repacked for the CPU at hand, they would round otherwise."""
 
     def __init__(self, path: Path, *, load_mtp: bool = False) -> None:
         params = _lib.llama_model_default_params()
         params.use_extra_bufts = False
         params.load_mtp = load_mtp
+        _log.clear()
         self._model = _lib.llama_model_load_from_file(str(path).encode(), params)
         if not self._model:
             raise _refused(f"llama.cpp cannot load {path}")
@@ -238,22 +265,24 @@ class Model:
         type_k: str = "f32",
         type_v: str = "f32",
         flash_attn: bool = False,
-        n_threads: int = 2,
+        n_threads: int | None = None,
         hidden: bool = False,
         mtp: bool = False,
     ) -> Context:
         """A fresh sequence. K/V types are ggml names (``q8_0``); a quantised V needs ``flash_attn``.
 
-        ``hidden`` also keeps the rows that enter the output head. ``mtp`` makes a context of the MTP block instead of
-        the trunk, which takes those rows (``load_mtp`` when the model was loaded).
+        ``hidden`` also keeps the rows that enter the output head (qwen35). ``mtp`` makes a context of the MTP block
+        instead of the trunk, which takes those rows; the model must have been loaded with ``load_mtp``. Without
+        ``n_threads`` a tiny model gets one thread, since two would spend their time waiting for each other, others two.
         """
         params = _lib.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, n_batch, n_ubatch
-        params.n_threads = params.n_threads_batch = n_threads
+        params.n_threads = params.n_threads_batch = n_threads or (1 if self.n_embd < TINY_EMBD else 2)
         params.type_k = gguf.GGMLQuantizationType[type_k.upper()].value
         params.type_v = gguf.GGMLQuantizationType[type_v.upper()].value
         params.flash_attn_type = int(flash_attn)
         params.ctx_type = CONTEXT_TYPE_MTP if mtp else 0
+        _log.clear()
         pointer = _lib.llama_init_from_model(self._model, params)
         if not pointer:
             raise _refused(f"llama.cpp cannot make a context with K {type_k} and V {type_v}")
@@ -272,7 +301,7 @@ class Model:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -284,7 +313,7 @@ class Context:
         self.n_ctx: int = _lib.llama_n_ctx(pointer)
         self.position = 0
         self.hidden_rows = np.empty((0, model.n_embd), np.float32)
-        """[T, E] float32: the rows after output_norm of the last ``decode``, if ``hidden`` was asked for."""
+        """[T, E] float32: rows of the last ``decode`` after output_norm, if ``hidden`` was asked for; qwen35 only."""
         self._context: int | None = pointer
         self._n_batch = n_batch
         self._hidden = hidden
@@ -296,8 +325,7 @@ class Context:
 
         states  [T, E] float32, for an MTP context only: the trunk's hidden row of the position before each token
         """
-        if self._context is None:
-            raise LlamaCppError("the context is closed")
+        self._check_open()
         if self.position + len(tokens) > self.n_ctx:
             raise LlamaCppError(f"{self.position} + {len(tokens)} tokens do not fit in a context of {self.n_ctx}")
         self.model._checked(tokens)
@@ -322,8 +350,13 @@ class Context:
 
     def clear(self) -> None:
         """Forget the sequence."""
+        self._check_open()
         _lib.llama_memory_clear(_lib.llama_get_memory(self._context), True)
         self.position = 0
+
+    def _check_open(self) -> None:
+        if self._context is None:
+            raise LlamaCppError("the context is closed")
 
     def _decode_batch(self, tokens: Sequence[int], states: np.ndarray | None) -> None:
         count = len(tokens)
@@ -339,9 +372,10 @@ class Context:
             None if floats is None else floats.ctypes.data_as(POINTER(c_float)),
             (c_int32 * count)(*range(self.position, self.position + count)),
             (c_int32 * count)(*[1] * count),
-            (POINTER(c_int32) * count)(*[sequence] * count),
+            (POINTER(c_int32) * count)(*[ctypes.cast(sequence, POINTER(c_int32))] * count),
             (c_int8 * count)(*[1] * count),
         )
+        _log.clear()
         status = _lib.llama_decode(self._context, batch)
         if status != 0:
             raise _refused(f"llama_decode of {count} tokens at {self.position} answered {status}")
@@ -358,5 +392,5 @@ class Context:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 
 import gguf
 
@@ -63,7 +64,12 @@ class Style:
 
 
 _CHATML_STYLE = Style(
-    ("<|endoftext|>", "<|im_start|>", "<|im_end|>"), ("<think>", "</think>"), None, "<|im_end|>", "<|endoftext|>", CHATML
+    ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
+    ("<think>", "</think>"),
+    None,
+    "<|im_end|>",
+    "<|endoftext|>",
+    CHATML,
 )
 STYLES = {
     "qwen35": _CHATML_STYLE,
@@ -108,7 +114,7 @@ def merge_rules() -> tuple[tuple[str, str], ...]:
     while len(rules) < MERGES:
         pairs: Counter[tuple[str, str]] = Counter()
         for word, count in words.items():
-            for pair in zip(word, word[1:], strict=False):
+            for pair in pairwise(word):
                 pairs[pair] += count
         best = max(pairs, key=pairs.__getitem__)  # the first of equals: Counter keeps the order of insertion
         rules.append(best)

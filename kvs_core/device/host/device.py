@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from kvs_core.device.base import Buffer, Capabilities, Counters, Progress, Stream, Weight
+from kvs_core.device.base import Buffer, Capabilities, Counters, Ops, Progress, Stream, Weight
 from kvs_core.device.host.machine import available_ram_bytes, fix_blas_threads
 from kvs_core.device.host.ops import HostOps
 from kvs_core.device.host.ops.basic import matmul
@@ -76,11 +76,12 @@ class HostDevice:
             head_dims=None,
             max_decode_rows=_PROBE_ROWS,
         )
-        self.compute = ComputeStream()
-        self.copy = CopyStream("copy")
-        self.publish = CopyStream("publish")
         self._debug = debug or HostDebug()
-        self.ops = HostOps(round_q=self._debug.round_q)
+        self._compute, self._copy, self._publish = ComputeStream(), CopyStream("copy"), CopyStream("publish")
+        self.compute: Stream = self._compute
+        self.copy: Stream = self._copy
+        self.publish: Stream = self._publish
+        self.ops: Ops = HostOps(round_q=self._debug.round_q)
         self._weights = HostWeights(memory_limit_bytes)
         self._arena = np.empty(0, np.uint8)
         self._vector_bytes = 0
@@ -141,12 +142,10 @@ class HostDevice:
         target, source = dst.reshape(-1), src.reshape(-1)
         if isinstance(stream, CopyStream):
             number = next(self._copy_numbers)
-            stream.enqueue_copy(target.nbytes, lambda: self._copy(target, source, number))
+            stream.enqueue_copy(target.nbytes, lambda: self._move(target, source, number))
         else:
             assert stream is self.compute
             np.copyto(target, source)
-            self.compute.copied_bytes += target.nbytes
-            self.compute.copies += 1
 
     def discard(self, buffer: Buffer) -> None:
         """See ``Device``."""
@@ -168,11 +167,11 @@ class HostDevice:
     def counters(self) -> Counters:
         """See ``Device``."""
         return Counters(
-            copy_bytes=self.copy.copied_bytes,
-            copy_calls=self.copy.copies,
-            publish_bytes=self.publish.copied_bytes,
-            publish_calls=self.publish.copies,
-            stall_ns=self.compute.stall_ns,
+            copy_bytes=self._copy.copied_bytes,
+            copy_calls=self._copy.copies,
+            publish_bytes=self._publish.copied_bytes,
+            publish_calls=self._publish.copies,
+            stall_ns=self._compute.stall_ns,
         )
 
     def link_bytes_per_s(self) -> float:
@@ -197,12 +196,12 @@ class HostDevice:
 
     def close(self) -> None:
         """See ``Device``. Copies that have not begun are dropped; their fences raise ``DeviceError``."""
-        self.copy.close()
-        self.publish.close()
+        self._copy.close()
+        self._publish.close()
         self._arena = np.empty(0, np.uint8)
         self._weights = HostWeights(0)
 
-    def _copy(self, target: Buffer, source: Buffer, number: int) -> None:
+    def _move(self, target: Buffer, source: Buffer, number: int) -> None:
         self.discard(target)
         if self._debug.copy_delay is not None:
             time.sleep(self._debug.copy_delay())

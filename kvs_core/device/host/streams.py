@@ -158,8 +158,6 @@ class ComputeStream:
 
     def __init__(self) -> None:
         self.name = "compute"
-        self.copied_bytes = 0
-        self.copies = 0
         self.stall_ns = 0
 
     def record(self) -> Fence:

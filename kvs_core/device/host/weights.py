@@ -19,11 +19,11 @@ from kvs_core.errors import DeviceError
 from kvs_core.formats.gguf import TensorInfo
 from kvs_core.formats.quants import dequantize_rows
 from kvs_core.memory.phases import Phase
-from kvs_core.units import MIB
+from kvs_core.units import MIB, ceil_div
 
 Floats = npt.NDArray[np.float32]
 
-PIECE_BYTES = {Phase.DECODE: 2 * MIB, Phase.PREFILL: 8 * MIB}
+PIECE_BYTES = {Phase.DECODE: 4 * MIB, Phase.PREFILL: 8 * MIB}
 """Float32 bytes of a piece at most, if a row is no longer.
 
 DECODE: what one row of a step has multiplied is still in a core's cache for the next row, so that four rows cost about
@@ -67,7 +67,7 @@ class HostMatrix:
 
     def pieces(self, phase: Phase) -> Iterator[tuple[slice, Floats]]:
         """The rows of each piece and its values, in order; the values are good until the next piece is asked for."""
-        step = _piece_rows(self.n_in, phase)
+        step = _piece_rows(self.n_out, self.n_in, phase)
         for first in range(0, self.n_out, step):
             rows = min(step, self.n_out - first)
             yield slice(first, first + rows), self.read(first, rows)
@@ -151,8 +151,10 @@ class HostWeights:
         return MappedMatrix(info, self._scratch)
 
 
-def _piece_rows(n_in: int, phase: Phase) -> int:
-    return max(1, PIECE_BYTES[phase] // (4 * n_in))
+def _piece_rows(n_out: int, n_in: int, phase: Phase) -> int:
+    """Rows of a piece: all are about as long, as a short one at the end would not be worth the BLAS's threads."""
+    most = max(1, PIECE_BYTES[phase] // (4 * n_in))
+    return ceil_div(n_out, ceil_div(n_out, most))
 
 
 def _fill(held: Sequence[tuple[TensorInfo, Floats]], progress: Progress | None) -> None:
@@ -160,7 +162,7 @@ def _fill(held: Sequence[tuple[TensorInfo, Floats]], progress: Progress | None) 
     total = sum(info.n_bytes for info, _ in held)
     jobs = []
     for info, values in held:
-        rows = _piece_rows(values.shape[1], Phase.DECODE)
+        rows = _piece_rows(len(values), values.shape[1], Phase.DECODE)
         jobs += [(info, first, values[first : first + rows]) for first in range(0, len(values), rows)]
 
     def fill(job: tuple[TensorInfo, int, Floats]) -> int:
@@ -169,8 +171,11 @@ def _fill(held: Sequence[tuple[TensorInfo, Floats]], progress: Progress | None) 
         return info.n_bytes * out.size // info.n_elements
 
     done = 0
-    with ThreadPoolExecutor(min(_LOAD_THREADS, available_cores())) as pool:
+    pool = ThreadPoolExecutor(min(_LOAD_THREADS, available_cores()))
+    try:
         for size in pool.map(fill, jobs):
             done += size
             if progress is not None:
                 progress(done, total)
+    finally:
+        pool.shutdown(cancel_futures=True)   # after an error or Ctrl-C nothing more is read

@@ -2,13 +2,19 @@
 
 A partial is a running softmax, float32 [..., Dv + 2]: acc (sum of exp(s - m) v), l (sum of exp(s - m)), m (largest s).
 Two partials merge to max(m), and acc and l each scaled by exp(m - max). A page is always computed whole, its rows
-dequantised into fresh memory first, so a page's partial depends on the page's bytes, the query row and its position and
-on nothing else: not on the slot, the neighbours, the split of a span into calls, or (in decode) the other rows.
+dequantised into memory of their own first, and a key that a row must not see weighs exactly nothing, whatever it holds.
+So in decode a page's partial depends on the keys and values that the row sees, on the row and its position, and on
+nothing else: not on the slot, the neighbours, the split of a span into calls, or the other rows of the step.
 """
 
 from __future__ import annotations
 
+import math
+import threading
+from collections import defaultdict
 from collections.abc import Sequence
+from itertools import groupby
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +26,10 @@ from kvs_core.paging.spans import Fold, GroupPart, PageRef
 F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
 
-_TILE_BYTES = 2 << 20   # of dequantised K and V at a time: stays in the cache
+_TILE_BYTES = 4 << 20    # of dequantised K and V at a time
+_SCORE_BYTES = 1 << 20   # of prefill scores at a time
+_FEW_ROWS = 4            # up to here BLAS is fast at q K^T; for some more rows it is five times faster at K q^T
+_LOWEST = np.finfo(np.float32).min   # m of a row that sees nothing: behaves like -inf, but without inf - inf
 
 
 def attend_decode(
@@ -37,38 +46,37 @@ def attend_decode(
     rows, heads, _ = q.shape
     if round_q:
         q = _rounded(q, geometry.k_type)
+    q = _by_kv_head(q, geometry)
     pages = [ref for part in parts for ref in part.pages]
-    partials = np.empty((len(pages), rows, heads, geometry.v_dim + 2), dtype=np.float32)
-    # One small product per row, head and page, whatever the number of rows.
-    q = np.ascontiguousarray(q).reshape(rows, 1, geometry.kv_heads, -1, geometry.k_dim)
-    per_page = 4 * geometry.page_tokens * geometry.kv_heads * (geometry.k_dim + geometry.v_dim)
-    tile = max(1, _TILE_BYTES // per_page)
-    for at in range(0, len(pages), tile):
-        some = pages[at : at + tile]
-        keys, values = _load(pool, geometry, some)
-        scores = np.matmul(q, keys.swapaxes(-1, -2))                                  # [T, n, G, rep, P]
-        for index, ref in enumerate(some):
-            _mask(scores[:, index].reshape(rows, heads, -1), ref.page * geometry.page_tokens, first_position)
-        partial = _softmax_partial(scores, values)                                    # [T, n, G, rep, Dv + 2]
-        partials[at : at + len(some)] = partial.reshape(rows, len(some), heads, -1).swapaxes(0, 1)
-    _add_pages(parts, partials, scratch)
+    partials = _memory.floats("partials", len(pages), rows, heads, geometry.v_dim + 2)
+    tile = max(1, _TILE_BYTES // (4 * geometry.page_tokens * geometry.kv_heads * (geometry.k_dim + geometry.v_dim)))
+    with np.errstate(all="ignore"):
+        for at in range(0, len(pages), tile):
+            some = slice(at, at + tile)
+            _page_partials(q, pool, geometry, pages[some], first_position, partials[some])
+        _add_pages(parts, partials, scratch)
 
 
 def fold(scratch: F32, segments: F32, folds: Sequence[Fold]) -> None:
     """Merge group partials into segment partials, in the order given."""
-    for each in folds:
-        if each.fresh:
-            segments[each.segment] = scratch[each.scratch_row]
-        else:
-            segments[each.segment] = _merged(segments[each.segment], scratch[each.scratch_row])
+    with np.errstate(all="ignore"):
+        for segment, group in groupby(folds, key=attrgetter("segment")):
+            each = list(group)
+            rows = [one.scratch_row for one in each]
+            if each[0].fresh:
+                segments[segment] = scratch[rows.pop(0)]
+            if rows:
+                _merge(segments[segment], scratch[rows])
 
 
 def finish_decode(segments: F32, n_segments: int, out: F32) -> None:
-    """Merge segments [0, n_segments) in order and normalise.   out [T, H, Dv]"""
-    total = segments[0]
-    for segment in range(1, n_segments):
-        total = _merged(total, segments[segment])
-    _normalise(total, out)
+    """Merge segments [0, n_segments) in order and normalise.   out [T, H, Dv]. The segments are used up."""
+    with np.errstate(all="ignore"):
+        if n_segments > 1:
+            _merge(segments[0], segments[1:n_segments])
+        _normalise(segments[0], out)
+        # A row alone merges fewer empty partials, each of which makes +0 of -0.
+        out += 0.0
 
 
 def attend_prefill(
@@ -83,83 +91,163 @@ def attend_prefill(
     round_q: bool = False,
 ) -> None:
     """Add T rows' attention over consecutive pages to the running partial.   running [T, H, Dv + 2]"""
-    rows = len(q)
+    rows, heads, _ = q.shape
     if round_q:
         q = _rounded(q, geometry.k_type)
-    groups = geometry.kv_heads
-    by_head = q.reshape(rows, groups, -1, geometry.k_dim).swapaxes(0, 1).reshape(groups, -1, geometry.k_dim)
-    total = running.reshape(rows, groups, -1, geometry.v_dim + 2).swapaxes(0, 1)      # [G, T, rep, Dv + 2]
-    for ref in pages:
-        keys, values = _load(pool, geometry, [ref])
-        scores = np.matmul(by_head, keys[0].swapaxes(-1, -2))                         # [G, T * rep, P]
-        by_row = scores.reshape(groups, rows, -1, geometry.page_tokens).swapaxes(0, 1)
-        _mask(by_row, ref.page * geometry.page_tokens, first_position)
-        partial = _softmax_partial(scores, values[0]).reshape(total.shape)
-        total[...] = partial if fresh else _merged(total, partial)
-        fresh = False
+    q = _by_kv_head(q, geometry)
+    if fresh:
+        running[..., :-1] = 0
+        running[..., -1] = _LOWEST
+    totals = running.reshape(rows, geometry.kv_heads, -1, geometry.v_dim + 2).swapaxes(0, 1)   # [G, T, rep, Dv + 2]
+    tile = max(32, _SCORE_BYTES // (4 * heads * geometry.page_tokens))
+    with np.errstate(all="ignore"):
+        for ref in pages:
+            keys, values = _load(pool, geometry, [ref])
+            seen = _seen(ref, geometry, first_position)
+            values[0, :, max(0, seen + rows - 1) :] = 0
+            for at in range(max(0, 1 - seen), rows, tile):   # rows before that see nothing of this page
+                some = slice(at, min(at + tile, rows))
+                _add_page(q[:, some], keys[0], values[0], seen + at, totals[:, some])
 
 
 def finish_prefill(running: F32, out: F32) -> None:
     """Normalise.   out [T, H, Dv]"""
-    _normalise(running, out)
+    with np.errstate(all="ignore"):
+        _normalise(running, out)
+
+
+def _by_kv_head(q: F32, geometry: PageGeometry) -> F32:
+    """[T, H, Dk] to [G, T, rep, Dk]: the rep query heads of each KV head together."""
+    return np.ascontiguousarray(q.reshape(len(q), geometry.kv_heads, -1, geometry.k_dim).swapaxes(0, 1))
+
+
+def _seen(ref: PageRef, geometry: PageGeometry, position: int) -> int:
+    """Keys of a page that the row at ``position`` sees, row t behind it t more; below 1 none, from P on all."""
+    return position + 1 - ref.page * geometry.page_tokens
+
+
+class _Memory(threading.local):
+    """Memory for what does not outlive a call, kept for the next: faulting in fresh pages costs more than the maths."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, U8] = {}
+
+    def bytes(self, name: str, *shape: int) -> U8:
+        """Undefined contents; ``name``'s earlier array is given up."""
+        size = math.prod(shape)
+        if name not in self._buffers or len(self._buffers[name]) < size:
+            self._buffers[name] = np.empty(size, dtype=np.uint8)
+        return self._buffers[name][:size].reshape(shape)
+
+    def floats(self, name: str, *shape: int) -> F32:
+        """The same as float32."""
+        return self.bytes(name, *shape[:-1], 4 * shape[-1]).view(np.float32)
+
+
+_memory = _Memory()
 
 
 def _load(pool: U8, geometry: PageGeometry, pages: Sequence[PageRef]) -> tuple[F32, F32]:
-    """K [n, G, P, Dk] and V [n, G, P, Dv] of some pages, in memory of their own."""
-    heads = pool.reshape(len(pool), geometry.kv_heads, geometry.head_bytes)
-    slots = [ref.slot for ref in pages]
-    shape = (len(pages), geometry.kv_heads, geometry.page_tokens, -1)
-    keys = kv_codec.decode(geometry.k_type, heads[slots, :, : geometry.k_part_bytes])
-    values = kv_codec.decode(geometry.v_type, heads[slots, :, geometry.k_part_bytes :])
-    return keys.reshape(shape), values.reshape(shape)
+    """K [n, G, P, Dk] and V [n, G, P, Dv] of some pages, in memory of their own until the next call."""
+    count, groups, page_tokens = len(pages), geometry.kv_heads, geometry.page_tokens
+    stored = _memory.bytes("stored", count, geometry.page_bytes)
+    np.take(pool, [ref.slot for ref in pages], axis=0, out=stored, mode="clip")   # no check, no second copy
+    heads = stored.reshape(count, groups, geometry.head_bytes)
+    keys = _memory.floats("keys", count, groups, page_tokens * geometry.k_dim)
+    values = _memory.floats("values", count, groups, page_tokens * geometry.v_dim)
+    kv_codec.decode(geometry.k_type, heads[..., : geometry.k_part_bytes], keys)
+    kv_codec.decode(geometry.v_type, heads[..., geometry.k_part_bytes :], values)
+    return keys.reshape(count, groups, page_tokens, -1), values.reshape(count, groups, page_tokens, -1)
 
 
-def _mask(scores: F32, first_key: int, first_position: int) -> None:
-    """-inf where a key lies behind the row's own position.   scores [T, ..., P], written in place"""
-    if first_key + scores.shape[-1] - 1 <= first_position:
-        return
-    keys = first_key + np.arange(scores.shape[-1])
-    positions = first_position + np.arange(len(scores))
-    hidden = keys[None, :] > positions[:, None]
-    middle = (1,) * (scores.ndim - 2)
-    np.copyto(scores, -np.inf, where=hidden.reshape(len(scores), *middle, -1))
+def _page_partials(
+    q: F32, pool: U8, geometry: PageGeometry, pages: Sequence[PageRef], first_position: int, partials: F32
+) -> None:
+    """The partial of every page and row, by itself.   q [G, T, rep, Dk]; partials [n, T, H, Dv + 2]
 
-
-def _softmax_partial(scores: F32, values: F32) -> F32:
-    """The partial of one page.   scores [..., R, P]; values [..., P, Dv]; result [..., R, Dv + 2]"""
-    largest = scores.max(axis=-1, keepdims=True)
-    scores -= np.where(largest == -np.inf, np.float32(0), largest)
+    One small product per page, KV head and row, of the same shape whatever the number of pages and rows.
+    """
+    rows = q.shape[1]
+    keys, values = _load(pool, geometry, pages)
+    scores = _scores(q, keys)
+    seen_by_first = [_seen(ref, geometry, first_position) for ref in pages]
+    cut = [(index, seen) for index, seen in enumerate(seen_by_first) if seen < geometry.page_tokens]
+    for index, seen in cut:
+        values[index, :, max(0, seen + rows - 1) :] = 0
+        for row in range(rows):
+            scores[index, :, row, :, max(0, seen + row) :] = -np.inf
+    largest = np.maximum.reduce(scores, axis=-1, keepdims=True, initial=_LOWEST)
+    scores -= largest
     weights = np.exp(scores, out=scores)
-    partial = np.empty((*scores.shape[:-1], values.shape[-1] + 2), dtype=np.float32)
-    partial[..., :-2] = np.matmul(weights, values)
-    partial[..., -2] = weights.sum(axis=-1)
-    partial[..., -1] = largest[..., 0]
-    return partial
+    out = partials.reshape(len(pages), rows, len(q), -1, geometry.v_dim + 2).swapaxes(1, 2)
+    np.matmul(weights, values[:, :, None], out=out[..., :-2])
+    for index, seen in cut:
+        # Zero times a later row's value is not always zero: a row must not even meet it.
+        for row in range(rows - 2, -1, -1):
+            values[index, :, max(0, seen + row) :] = 0
+            np.matmul(weights[index, :, row], values[index], out=out[index, :, row, :, :-2])
+    out[..., -2] = np.add.reduce(weights, axis=-1)
+    out[..., -1] = largest[..., 0]
 
 
-def _merged(a: F32, b: F32) -> F32:
-    """Two partials in one; a's keys come first."""
-    m = np.maximum(a[..., -1], b[..., -1])
-    base = np.where(m == -np.inf, np.float32(0), m)
-    out = np.empty_like(a)
-    np.multiply(a[..., :-1], np.exp(a[..., -1] - base)[..., None], out=out[..., :-1])
-    out[..., :-1] += b[..., :-1] * np.exp(b[..., -1] - base)[..., None]
-    out[..., -1] = m
-    return out
+def _scores(q: F32, keys: F32) -> F32:
+    """q K^T of every page, KV head and row.   q [G, T, rep, Dk]; keys [n, G, P, Dk]; result [n, G, T, rep, P]"""
+    (groups, rows, rep, _), (count, _, page_tokens, _) = q.shape, keys.shape
+    scores = _memory.floats("scores", count, groups, rows, rep, page_tokens)
+    keys = keys[:, :, None]
+    if rep <= _FEW_ROWS:
+        return np.matmul(q, keys.swapaxes(-1, -2), out=scores)
+    np.copyto(scores, np.matmul(keys, np.ascontiguousarray(q.swapaxes(-1, -2))).swapaxes(-1, -2))
+    return scores
+
+
+def _add_page(q: F32, keys: F32, values: F32, seen: int, total: F32) -> None:
+    """Add one page to the running partials of t rows, the first of which sees ``seen`` > 0 keys of it.
+
+    q [G, t, rep, Dk]; keys [G, P, Dk]; values [G, P, Dv]; total [G, t, rep, Dv + 2]
+    """
+    (groups, rows, rep, k_dim), (_, page_tokens, v_dim) = q.shape, values.shape
+    flat = _memory.floats("scores", groups, rows * rep, page_tokens)
+    np.matmul(q.reshape(groups, -1, k_dim), keys.swapaxes(-1, -2), out=flat)
+    scores = flat.reshape(groups, rows, rep, page_tokens)
+    for row in range(min(rows, page_tokens - seen)):
+        scores[:, row, :, seen + row :] = -np.inf
+    largest = np.maximum.reduce(scores, axis=-1, keepdims=True)
+    np.maximum(largest, total[..., -1:], out=largest)
+    scores -= largest
+    np.exp(scores, out=scores)
+    total[..., :-1] *= np.exp(total[..., -1:] - largest)
+    acc = np.matmul(flat, values, out=_memory.floats("acc", groups, rows * rep, v_dim))
+    total[..., :-2] += acc.reshape(groups, rows, rep, v_dim)
+    total[..., -2] += np.add.reduce(scores, axis=-1)
+    total[..., -1:] = largest
+
+
+def _merge(total: F32, later: F32) -> None:
+    """Merge partials one after the other into ``total``, in place.   total [..., Dv + 2]; later [k, ...], used up"""
+    m = np.maximum.accumulate(np.concatenate([total[None, ..., -1:], later[..., -1:]]))
+    scale = np.exp(m[:-1] - m[1:])
+    later *= np.exp(later[..., -1:] - m[1:])
+    for index in range(len(later)):
+        total *= scale[index]
+        total += later[index]
+    total[..., -1:] = m[-1]
 
 
 def _add_pages(parts: Sequence[GroupPart], partials: F32, scratch: F32) -> None:
-    """Merge page partials [pages, T, H, Dv + 2] into the groups' scratch rows: the j-th page of all groups at a time."""
-    starts = np.cumsum([0, *(len(part.pages) for part in parts)])
-    for place in range(max(len(part.pages) for part in parts)):
-        taking = [index for index, part in enumerate(parts) if len(part.pages) > place]
-        begun = [index for index in taking if place > 0 or not parts[index].fresh]
-        if begun:
-            rows = [parts[index].scratch_row for index in begun]
-            scratch[rows] = _merged(scratch[rows], partials[[starts[index] + place for index in begun]])
-        for index in taking:
-            if place == 0 and parts[index].fresh:
-                scratch[parts[index].scratch_row] = partials[starts[index]]
+    """Merge page partials [pages, T, H, Dv + 2] into the groups' scratch rows, parts of the same kind at a time."""
+    kinds = defaultdict(list)
+    start = 0
+    for part in parts:
+        kinds[part.fresh, len(part.pages)].append((part.scratch_row, start))
+        start += len(part.pages)
+    for (fresh, count), members in kinds.items():
+        rows, starts = (list(column) for column in zip(*members, strict=True))
+        total = partials[starts] if fresh else scratch[rows]
+        later = np.arange(1 if fresh else 0, count)
+        if len(later):
+            _merge(total, partials[np.add.outer(later, starts)])
+        scratch[rows] = total
 
 
 def _normalise(partial: F32, out: F32) -> None:
@@ -170,4 +258,6 @@ def _rounded(q: F32, k_type: KvType) -> F32:
     """q as llama.cpp's CPU product sees it against quantised keys: rounded to q8_0 blocks."""
     if not k_type.quantised:
         return q
-    return kv_codec.decode(KvType.Q8_0, kv_codec.encode(KvType.Q8_0, q)).reshape(q.shape)
+    rounded = np.empty(q.shape, dtype=np.float32)
+    kv_codec.decode(KvType.Q8_0, kv_codec.encode(KvType.Q8_0, q), rounded)
+    return rounded

@@ -1,0 +1,229 @@
+"""``kvs info``: what is in a model file, and the memory that a context and an arena take. No weights are loaded."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from kvs_cli.open_model import OpenModel, open_model, plan_context
+from kvs_cli.render import Screen, print_json, print_sections
+from kvs_core.device.host.machine import available_ram_bytes
+from kvs_core.engine.budget import Budget, arena_for, plan_budget
+from kvs_core.memory.phases import Phase
+from kvs_core.models.recurrent import state_bytes
+from kvs_core.models.spec import LayerSpec
+from kvs_core.paging.residency import Observation, ResidencyConfig, ResidencyState, residency_step
+from kvs_core.sampling.params import METADATA_PARAMS, SamplingParams
+from kvs_core.settings import EngineSettings, InfoSettings, KvSettings
+from kvs_core.units import MIB, mib_ceil
+
+Section = dict[str, Any]
+
+
+def execute(settings: InfoSettings) -> int:
+    """Print it; the exit code. Raises ``KvsError``, also for an arena that could not run this context."""
+    model = open_model(settings.engine.model, Screen.of(settings.logging))
+    plan_context(model, settings.engine)
+    budget = plan_budget(
+        model.spec, settings.engine.context, settings.engine.kv, free_bytes=available_ram_bytes()
+    )
+    facts = _facts(model, settings.engine, budget)
+    if settings.json:
+        print_json(facts)
+    else:
+        print_sections(_sections(facts))
+    return 0
+
+
+def _facts(model: OpenModel, settings: EngineSettings, budget: Budget) -> Section:
+    """Everything that ``info`` knows, as ``--json`` prints it. Sizes in bytes unless the name says otherwise."""
+    return {
+        "model": _model(model),
+        "layers": _layers(model),
+        "tokenizer": _tokenizer(model),
+        "sampling": _sampling(model),
+        "kv": {
+            "type_k": settings.kv.type_k,
+            "type_v": settings.kv.type_v,
+            "layers": len(model.spec.kv_layers),
+            "token_bytes": budget.geometry.token_bytes * len(model.spec.kv_layers),
+            "page_tokens": budget.geometry.page_tokens,
+            "page_bytes": budget.geometry.page_bytes,
+            "state_bytes": state_bytes(model.spec),
+        },
+        "plan": _plan(budget, settings.kv, len(model.spec.kv_layers)),
+    }
+
+
+def _model(model: OpenModel) -> Section:
+    file, spec = model.file, model.spec
+    tensors = Counter(info.quant.name for info in file.tensors.values())
+    quant_bytes: Counter[str] = Counter()
+    for info in file.tensors.values():
+        quant_bytes[info.quant.name] += info.n_bytes
+    return {
+        "path": str(file.path),
+        "name": spec.name,
+        "arch": spec.arch,
+        "n_params": spec.n_params,
+        "file_bytes": file.file_bytes,
+        "quants": [
+            {"type": name, "tensors": tensors[name], "bytes": size} for name, size in quant_bytes.most_common()
+        ],
+        "n_ctx_train": spec.n_ctx_train,
+        "n_layer": spec.n_layer,
+        "n_embd": spec.n_embd,
+        "n_ff": spec.n_ff,
+        "n_vocab": spec.n_vocab,
+    }
+
+
+def _layers(model: OpenModel) -> list[Section]:
+    """Layers that are alike, together."""
+    alike: dict[tuple[Any, ...], Section] = {}
+    trunk, nextn = model.spec.layers, model.spec.nextn
+    for kind, layer in [*((layer.kind.value, layer) for layer in trunk), *(("mtp", layer) for layer in nextn)]:
+        shape = _shape(layer)
+        group = alike.setdefault((kind, *shape.items()), {"kind": kind, "indices": [], **shape})
+        group["indices"].append(layer.index)
+    return list(alike.values())
+
+
+def _shape(layer: LayerSpec) -> Section:
+    if layer.gdn is not None:
+        gdn = layer.gdn
+        return {"k_heads": gdn.k_heads, "v_heads": gdn.v_heads, "k_dim": gdn.d_k, "v_dim": gdn.d_v}
+    return {"heads": layer.heads, "kv_heads": layer.kv_heads, "k_dim": layer.k_dim, "v_dim": layer.v_dim}
+
+
+def _tokenizer(model: OpenModel) -> Section:
+    file, tokenizer = model.file, model.tokenizer
+    return {
+        "model": file.get_str("tokenizer.ggml.model"),
+        "pre": file.get_str("tokenizer.ggml.pre", None),
+        "n_vocab": tokenizer.n_vocab,
+        "bos": _token(model, tokenizer.bos_id),
+        "eos": _token(model, tokenizer.eos_id),
+        "eog": [_token(model, token) for token in sorted(tokenizer.eog_ids)],
+        "add_bos": tokenizer.add_bos,
+        "add_eos": tokenizer.add_eos,
+        "chat_template": "tokenizer.chat_template" in file.metadata,
+    }
+
+
+def _token(model: OpenModel, token: int | None) -> Section | None:
+    return None if token is None else {"id": token, "text": model.tokenizer.token_text(token)}
+
+
+def _sampling(model: OpenModel) -> Section:
+    """Defaults under their request names; ``from_model``: those that the file sets."""
+    params = SamplingParams.resolve(model.file.metadata, {})
+    named = [name for key, name in METADATA_PARAMS.items() if f"general.sampling.{key}" in model.file.metadata]
+    shown = dict.fromkeys(("temperature", "top_k", "top_p", "min_p", "repeat_penalty", *named))
+    return {"from_model": named, **{name: getattr(params, name) for name in shown}}
+
+
+def _plan(budget: Budget, kv: KvSettings, layers: int) -> Section:
+    """The memory plan. The streamed pages are those of a decode step at the context's end."""
+    memory, geometry, context = budget.memory, budget.geometry, budget.context
+    pages = geometry.pages_of(context.context_tokens)
+    config = ResidencyConfig(
+        budget.mode, layers, geometry.page_bytes, ring_slots=kv.ring_slots, run_pages=kv.run_pages
+    )
+    seen = Observation(
+        pages, writable_page=(context.context_tokens - 1) // geometry.page_tokens, pool_slots=memory.slots(Phase.DECODE)
+    )
+    full = residency_step(config, ResidencyState(cuts=(0,) * layers), seen)
+    return {
+        "context_tokens": context.context_tokens,
+        "batch_tokens": context.batch_tokens,
+        "ubatch_tokens": context.ubatch_tokens,
+        "mode": budget.mode.value,
+        "arena_bytes": memory.arena_bytes,
+        "arena_is_chosen": kv.arena_mib is None and kv.pool_mib is None,
+        "least_arena_mib": mib_ceil(arena_for(memory, budget.need.least_slots)),
+        "full_arena_mib": mib_ceil(arena_for(memory, budget.need.all_slots)),
+        "phases": {
+            phase.value: {
+                "workspace_bytes": budget.buffers[phase].size_bytes,
+                "pool_slots": memory.slots(phase),
+            }
+            for phase in Phase
+        },
+        "pages": pages * layers,
+        "history_bytes": pages * layers * geometry.page_bytes,
+        "streamed_pages_per_step": sum(full.cuts),
+        "streamed_bytes_per_step": sum(full.cuts) * geometry.page_bytes,
+        "ring_slots": full.ring_slots,
+    }
+
+
+def _sections(facts: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """The same for people."""
+    model, kv, plan = facts["model"], facts["kv"], facts["plan"]
+    tokenizer, sampling = facts["tokenizer"], facts["sampling"]
+    phases = plan["phases"]
+    chosen = " (chosen from free memory)" if plan["arena_is_chosen"] else ""
+    return {
+        "Model": {
+            "name": model["name"],
+            "architecture": model["arch"],
+            "parameters": f"{model['n_params'] / 1e6:,.1f} million",
+            "file": f"{model['path']}, {_mib(model['file_bytes'])}",
+            "tensors": ", ".join(f"{q['tensors']} {q['type']} of {_mib(q['bytes'])}" for q in model["quants"]),
+            "context": f"{model['n_ctx_train']:,} tokens trained",
+            "sizes": f"embedding {model['n_embd']}, feed-forward {model['n_ff']}, vocabulary {model['n_vocab']}",
+        },
+        "Layers": _layer_lines(facts["layers"]),
+        "Tokenizer": {
+            "kind": " / ".join(filter(None, (tokenizer["model"], tokenizer["pre"]))),
+            "begins text": f"{_name(tokenizer['bos'])}{'' if tokenizer['add_bos'] else ', not added'}",
+            "ends text": ", ".join(map(_name, tokenizer["eog"])) or "none",
+            "chat template": "yes" if tokenizer["chat_template"] else "no",
+        },
+        "Sampling defaults": {
+            name: f"{value}{' (of the model)' if name in sampling['from_model'] else ''}"
+            for name, value in sampling.items() if name != "from_model"
+        },
+        "KV cache": {
+            "types": f"K {kv['type_k']}, V {kv['type_v']}",
+            "per token": f"{kv['token_bytes']:,} bytes in {kv['layers']} layers",
+            "page": f"{kv['page_tokens']} tokens of one layer, {kv['page_bytes']:,} bytes",
+            "recurrent state": _mib(kv["state_bytes"]) if kv["state_bytes"] else "none",
+        },
+        "Memory plan": {
+            "context": f"{plan['context_tokens']:,} tokens, read in ubatches of {plan['ubatch_tokens']}",
+            "arena": f"{_mib(plan['arena_bytes'])}{chosen}; least {plan['least_arena_mib']} MiB, "
+                     f"all pages resident from {plan['full_arena_mib']} MiB",
+            **{
+                name: f"workspace {_mib(phase['workspace_bytes'])}, room for {phase['pool_slots']} pages"
+                for name, phase in phases.items()
+            },
+            "full context": f"{plan['pages']} pages, {_mib(plan['history_bytes'])} of history in host memory",
+            "then streamed": f"{plan['streamed_pages_per_step']} pages, {_mib(plan['streamed_bytes_per_step'])} per "
+                             f"token through a ring of {plan['ring_slots']}"
+            if plan["streamed_pages_per_step"] else "nothing: all pages are resident",
+        },
+    }
+
+
+def _layer_lines(groups: list[Section]) -> dict[str, str]:
+    lines: dict[str, str] = {}
+    for group in groups:
+        sizes = f"heads of {group['k_dim']}" if group["k_dim"] == group["v_dim"] else (
+            f"heads of {group['k_dim']} (K) and {group['v_dim']} (V)")
+        if group["kind"] == "recurrent":
+            text = f"{group['v_heads']} states on {group['k_heads']} key heads, {sizes}"
+        else:
+            text = f"{group['heads']} query heads on {group['kv_heads']} KV heads, {sizes}"
+        lines[f"{len(group['indices'])} {group['kind']}"] = text
+    return lines
+
+
+def _name(token: Section | None) -> str:
+    return "none" if token is None else f"{token['text']} ({token['id']})"
+
+
+def _mib(size_bytes: int) -> str:
+    return f"{size_bytes / MIB:,.1f} MiB"

@@ -1,0 +1,106 @@
+"""``kvs run``: continue a prompt. The text goes to stdout as it comes, everything else to stderr.
+
+    settings ─ file, tokenizer, prompt tokens: checked ─ weights ─ prefill ─ text, token by token ─ summary
+
+Ctrl-C while text comes ends it there: what was printed stays, the summary follows, and the exit code is 130. With
+``--json`` the object is printed all the same, its stop reason ``interrupted``. Earlier, it ends the command at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import closing
+
+from kvs_cli.app import INTERRUPTED as INTERRUPTED_CODE
+from kvs_cli.open_model import OpenModel, open_engine, open_model, plan_context
+from kvs_cli.prompt import prompt_tokens, read_prompt
+from kvs_cli.render import Screen, end_text, log_summary, print_json, write_text
+from kvs_cli.result import INTERRUPTED, RunResult, Timings
+from kvs_core.engine.completion import Piece, complete
+from kvs_core.engine.engine import Engine
+from kvs_core.engine.round import accept_prompt
+from kvs_core.engine.session import Session
+from kvs_core.sampling.chain import Sampler
+from kvs_core.sampling.params import RANDOM_SEED, SamplingParams
+from kvs_core.settings import RunSettings
+
+
+def execute(settings: RunSettings) -> int:
+    """Run it; the exit code. Raises ``KvsError``."""
+    start_s = time.perf_counter()
+    screen = Screen.of(settings.logging)
+    text = read_prompt(settings.prompt)
+    model = open_model(settings.engine.model, screen)
+    prompt = prompt_tokens(model, text, settings.chat, plan_context(model, settings.engine))
+    sampler = _sampler(model, settings)
+    with open_engine(model, settings.engine, screen) as engine:
+        result = _generate(settings, model, engine, sampler, prompt, screen, start_s)
+    if settings.output.json:
+        print_json(result.as_json())
+    log_summary(result)
+    return INTERRUPTED_CODE if result.stop_reason == INTERRUPTED else 0
+
+
+def _sampler(model: OpenModel, settings: RunSettings) -> Sampler:
+    return Sampler(
+        SamplingParams.resolve(model.file.metadata, settings.sampling),
+        n_vocab=model.spec.n_vocab,
+        vocab=model.tokenizer,
+        eog_ids=model.tokenizer.eog_ids,
+        suppress_ids=model.tokenizer.suppress_ids,
+    )
+
+
+def _generate(
+    settings: RunSettings,
+    model: OpenModel,
+    engine: Engine,
+    sampler: Sampler,
+    prompt: Sequence[int],
+    screen: Screen,
+    start_s: float,
+) -> RunResult:
+    output = settings.output
+    session = Session(engine)
+    loaded_s = time.perf_counter()
+    with screen.stage("reading the prompt", "tokens") as progress:
+        logits = session.prefill(prompt, progress=progress)[0]
+    prompt_done_s = time.perf_counter()
+    prompt_h2d_bytes = engine.report().h2d_bytes
+
+    accept_prompt(sampler, prompt)
+    pieces: list[Piece] = []
+    token_s: list[float] = []
+    stop_reason = INTERRUPTED
+    try:
+        with closing(complete(
+            session, sampler, logits, model.tokenizer,
+            n_predict=settings.engine.context.n_predict, stops=output.stop, special=output.special,
+            n_probs=output.n_probs if output.json else 0,
+        )) as completion:
+            for piece in completion:
+                token_s.append(time.perf_counter())
+                pieces.append(piece)
+                if not output.json:
+                    write_text(piece.text)
+                stop_reason = piece.stop or INTERRUPTED
+    except KeyboardInterrupt:
+        stop_reason = INTERRUPTED
+    if not output.json:
+        end_text()
+    report = engine.report()
+    return RunResult(
+        path=model.file.path,
+        spec=model.spec,
+        device=engine.device_name,
+        token_ids=tuple(piece.token for piece in pieces),
+        text="".join(piece.text for piece in pieces),
+        stop_reason=stop_reason,
+        seed=sampler.seed_used,
+        seed_is_random=sampler.params.seed == RANDOM_SEED,
+        timings=Timings.between(start_s, loaded_s, prompt_done_s, token_s, len(prompt)),
+        kv=report,
+        decode_h2d_bytes=report.h2d_bytes - prompt_h2d_bytes,
+        probs=tuple(piece.probs for piece in pieces if piece.probs is not None),
+    )

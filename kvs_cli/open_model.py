@@ -1,0 +1,91 @@
+"""From settings to a model's file, a device and an engine: what ``run``, ``info`` and a server have in common.
+
+    open_model    fetch, map, override; specification and tokenizer checked      no weights yet
+    open_engine   device, weights, arena                                         closed when the block ends
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvs_cli.render import Screen
+from kvs_core.device.host.device import HostDevice
+from kvs_core.engine.engine import Engine
+from kvs_core.formats.finite import check_finite
+from kvs_core.formats.gguf import GgufFile, parse_override
+from kvs_core.formats.hub import fetch_url, resolve_hf
+from kvs_core.formats.tokenizer import Tokenizer
+from kvs_core.models.registry import read_spec
+from kvs_core.models.spec import ModelSpec
+from kvs_core.settings import ContextPlan, EngineSettings, HubModel, ModelSettings, UrlModel
+
+LOGGER = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenModel:
+    """A model's file, its sizes and its tokenizer, all checked."""
+
+    file: GgufFile
+    spec: ModelSpec
+    tokenizer: Tokenizer
+
+
+def open_model(settings: ModelSettings, screen: Screen) -> OpenModel:
+    """Open the file, fetching it if it is not there. Raises the ``KvsError`` that says what is wrong with it."""
+    path = _find(settings, screen)
+    file = GgufFile.open(path).override(parse_override(text) for text in settings.override_kv)
+    spec = read_spec(file)
+    tokenizer = Tokenizer.from_metadata(file.metadata, source=str(path))
+    if settings.scan:
+        with screen.stage("checking weights", "bytes") as progress:
+            check_finite(file, progress)
+    return OpenModel(file, spec, tokenizer)
+
+
+def plan_context(model: OpenModel, settings: EngineSettings) -> ContextPlan:
+    """The context that holds for this model; says so if that is less than was asked for."""
+    plan = settings.context.plan(model.spec.n_ctx_train)
+    if plan.capped:
+        LOGGER.warning(
+            "--ctx-size %d: the model was trained for %d tokens; the context is %d",
+            settings.context.ctx_size, model.spec.n_ctx_train, plan.context_tokens,
+        )
+    return plan
+
+
+@contextmanager
+def open_engine(model: OpenModel, settings: EngineSettings, screen: Screen) -> Iterator[Engine]:
+    """An engine with its weights loaded. Whatever ends the block, its threads and memory are given back."""
+    settings.device.check_gpu_layers(model.spec.n_layer)
+    device = HostDevice(settings.device.threads)
+    LOGGER.info("device: %s, %d threads", device.name, device.threads)
+    try:
+        with screen.stage("loading weights", "bytes") as progress:
+            engine = Engine(
+                model.file, device, context=settings.context, kv=settings.kv, rope=settings.rope, progress=progress
+            )
+    except BaseException:
+        device.close()
+        raise
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def _find(settings: ModelSettings, screen: Screen) -> Path:
+    source = settings.source
+    if isinstance(source, Path):
+        return source
+    with screen.stage("fetching the model", "bytes") as progress:
+        if isinstance(source, UrlModel):
+            return fetch_url(source.url, offline=settings.offline, progress=progress)
+        assert isinstance(source, HubModel)
+        return resolve_hf(
+            source.repo, file=source.file, token=source.token, offline=settings.offline, progress=progress
+        )

@@ -1,0 +1,122 @@
+"""What ``kvs run`` has to tell when it is done, and the same as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kvs_core.engine.engine import KvReport
+from kvs_core.models.spec import ModelSpec
+from kvs_core.sampling.logprobs import TokenProbs
+
+INTERRUPTED = "interrupted"
+"""The stop reason of a text that Ctrl-C ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """llama-server's timings. The first token is free: generation is timed from the end of the prompt to the last token
+    and its rate counts one token less. Rates are 0 where there is nothing to divide.
+
+    load_ms         from the start of the command until the engine was ready
+    first_token_ms  from the start of the prompt until the first token was there
+    """
+
+    load_ms: float
+    prompt_n: int
+    prompt_ms: float
+    prompt_per_second: float
+    predicted_n: int
+    predicted_ms: float
+    predicted_per_second: float
+    first_token_ms: float
+
+    @staticmethod
+    def between(
+        start_s: float, loaded_s: float, prompt_done_s: float, token_s: Sequence[float], prompt_n: int
+    ) -> Timings:
+        """From clock readings, in order; ``token_s`` has one per token."""
+        prompt_ms = (prompt_done_s - loaded_s) * 1e3
+        predicted_ms = (token_s[-1] - prompt_done_s) * 1e3 if token_s else 0.0
+        return Timings(
+            load_ms=(loaded_s - start_s) * 1e3,
+            prompt_n=prompt_n,
+            prompt_ms=prompt_ms,
+            prompt_per_second=_per_second(prompt_n, prompt_ms),
+            predicted_n=len(token_s),
+            predicted_ms=predicted_ms,
+            predicted_per_second=_per_second(len(token_s) - 1, predicted_ms),
+            first_token_ms=(token_s[0] - loaded_s) * 1e3 if token_s else 0.0,
+        )
+
+
+def _per_second(count: int, duration_ms: float) -> float:
+    return count / duration_ms * 1e3 if count > 0 and duration_ms > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """One run. ``decode_h2d_bytes``: what the steps behind the prompt moved to the device; the rest is in ``kv``."""
+
+    path: Path
+    spec: ModelSpec
+    device: str
+    token_ids: tuple[int, ...]
+    text: str
+    stop_reason: str
+    seed: int
+    seed_is_random: bool
+    timings: Timings
+    kv: KvReport
+    decode_h2d_bytes: int
+    probs: tuple[TokenProbs, ...]
+
+    @property
+    def h2d_bytes_per_token(self) -> float:
+        """Bytes that a token costs on the link. The first token comes from the prompt's last step."""
+        return self.decode_h2d_bytes / max(1, len(self.token_ids) - 1)
+
+    def as_json(self) -> dict[str, Any]:
+        """The object that ``--json`` prints. Keys are never renamed."""
+        kv, stats = self.kv, self.kv.stats
+        return {
+            "model": {
+                "path": str(self.path),
+                "arch": self.spec.arch,
+                "name": self.spec.name,
+                "n_layer": self.spec.n_layer,
+                "n_params": self.spec.n_params,
+            },
+            "device": self.device,
+            "prompt_tokens": self.timings.prompt_n,
+            "generated_tokens": len(self.token_ids),
+            "token_ids": list(self.token_ids),
+            "text": self.text,
+            "stop_reason": self.stop_reason,
+            "seed": self.seed,
+            "timings": asdict(self.timings),
+            "kv": {
+                "mode": kv.mode,
+                "arena_bytes": kv.arena_bytes,
+                "page_tokens": kv.page_tokens,
+                "page_bytes": kv.page_bytes,
+                "pool_pages": stats.pool_pages,
+                "resident_pages": stats.resident_pages,
+                "ring_slots": stats.ring_slots,
+                "active_pages": stats.active_pages,
+                "streamed_pages_per_step": stats.streamed_pages_per_step,
+                "h2d_bytes": kv.h2d_bytes,
+                "h2d_bytes_per_token": self.h2d_bytes_per_token,
+                "d2h_bytes": kv.d2h_bytes,
+                "h2d_calls": kv.h2d_calls,
+                "stall_ms": kv.stall_ms,
+                "repartitions": stats.repartitions,
+                "history_bytes": stats.history_bytes,
+            },
+            "probs": [
+                {"id": step.id, "logprob": step.logprob, "top": [[top.id, top.logprob] for top in step.top]}
+                for step in self.probs
+            ],
+        }

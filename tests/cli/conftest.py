@@ -1,0 +1,79 @@
+"""The command line as a function, and tiny models for it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvs_cli import app
+from kvs_core.formats.gguf import GgufFile
+from kvs_core.formats.tokenizer import Tokenizer
+from tests.support.tiny_gguf import write_tiny_llama, write_tiny_qwen35
+
+GREEDY = ("--temp", "0")
+
+
+def tokenizer_of(path: Path) -> Tokenizer:
+    """The tokenizer of a model file."""
+    return Tokenizer.from_metadata(GgufFile.open(path).metadata, source="test")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended: its exit code and what it wrote."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def error(self) -> str:
+        """The error of a command that failed as commands may fail: one line, the last one, and nothing on stdout."""
+        assert self.code == 1, self.err
+        assert self.out == ""
+        lines = self.err.splitlines()
+        assert [line.startswith("error: ") for line in lines] == [False] * (len(lines) - 1) + [True], self.err
+        return lines[-1].removeprefix("error: ")
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """The one JSON object on stdout."""
+        assert self.code == 0, self.err
+        assert self.out.count("\n") == 1
+        value: dict[str, Any] = json.loads(self.out)
+        return value
+
+
+Kvs = Callable[..., Ended]
+
+
+@pytest.fixture
+def kvs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Kvs:
+    """``kvs("run", "-m", path, ...)`` in this process, with no settings from the environment."""
+    for name in ("LLAMA_ARG_MODEL", "HF_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+
+    def call(*argv: object) -> Ended:
+        capsys.readouterr()
+        code = app.main([str(argument) for argument in argv])
+        captured = capsys.readouterr()
+        return Ended(code, captured.out, captured.err)
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen35(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """6 recurrent and 2 attention layers, one MTP block; no BOS."""
+    return write_tiny_qwen35(tmp_path_factory.mktemp("tiny") / "qwen35.gguf", seed=1)
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """4 attention layers; a BOS in front of every text."""
+    return write_tiny_llama(tmp_path_factory.mktemp("tiny") / "llama.gguf", seed=2, pre="llama-bpe")

@@ -1,0 +1,147 @@
+"""``kvs info``: what it says is what a run then does, and no weight is read for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvs_core.device.host.device import HostDevice
+from kvs_core.engine.engine import Engine
+from kvs_core.formats.gguf import GgufFile
+from kvs_core.memory.phases import Phase
+from kvs_core.settings import ContextSettings, KvSettings, RopeSettings
+from tests.cli.conftest import GREEDY, Kvs
+
+SMALL = ("-c", "2048", "--kv-page-tokens", "32", "-ub", "64", "-ctk", "q8_0", "-ctv", "q4_0")
+
+
+def info(kvs: Kvs, path: Path, *flags: str) -> dict[str, Any]:
+    return kvs("info", path, *flags, "--json").json
+
+
+def test_facts_of_a_model(kvs: Kvs, tiny_qwen35: Path) -> None:
+    """Sizes, layers by kind, tokens by role and bytes by type are those of the file."""
+    facts = info(kvs, tiny_qwen35, *SMALL)
+    file = GgufFile.open(tiny_qwen35)
+    model = facts["model"]
+    assert (model["arch"], model["n_layer"], model["n_ctx_train"], model["n_vocab"]) == ("qwen35", 8, 32768, 381)
+    assert model["file_bytes"] == tiny_qwen35.stat().st_size
+    assert model["quants"] == [{"type": "F32", "tensors": len(file.tensors),
+                                "bytes": sum(info.n_bytes for info in file.tensors.values())}]
+    assert [(group["kind"], group["indices"]) for group in facts["layers"]] == [
+        ("recurrent", [0, 1, 2, 4, 5, 6]), ("full", [3, 7]), ("mtp", [8])]
+    assert facts["tokenizer"]["eos"] == {"id": 378, "text": "<|im_end|>"}
+    assert {token["text"] for token in facts["tokenizer"]["eog"]} == {"<|endoftext|>", "<|im_end|>"}
+    # 2 layers of 2 KV heads of 64: K in q8_0 (34 bytes per 32 values), V in q4_0 (18)
+    assert facts["kv"]["token_bytes"] == 2 * 2 * 2 * (34 + 18)
+    assert facts["kv"]["page_bytes"] == 32 * 2 * 2 * (34 + 18)
+
+
+@pytest.mark.parametrize("flags", [(), ("--kv-stream-arena-mib", "1"), ("--kv-stream-pool-mib", "1"),
+                                   ("--kv-residency-mode", "resident")], ids=lambda flags: " ".join(flags))
+@pytest.mark.parametrize("arch", ["tiny_llama", "tiny_qwen35"])
+def test_the_plan_is_what_the_engine_does(
+    kvs: Kvs, request: pytest.FixtureRequest, arch: str, flags: tuple[str, ...]
+) -> None:
+    """Arena, workspaces, pools and recurrent state, known from the file alone, are those of an engine."""
+    path = request.getfixturevalue(arch)
+    facts = info(kvs, path, *SMALL, *flags)
+    plan = facts["plan"]
+    names = {"--kv-stream-arena-mib": "arena_mib", "--kv-stream-pool-mib": "pool_mib",
+             "--kv-residency-mode": "residency_mode"}
+    chosen = {names[flag]: int(value) if value.isdigit() else value
+              for flag, value in zip(flags[::2], flags[1::2], strict=True)}
+    kv = KvSettings("q8_0", "q4_0", 32, **chosen)  # type: ignore[arg-type]
+    engine = Engine(GgufFile.open(path), HostDevice(1), context=ContextSettings(ctx_size=2048, ubatch=64), kv=kv,
+                    rope=RopeSettings())
+    try:
+        memory = engine.memory
+        assert plan["arena_bytes"] == memory.arena_bytes
+        assert {name: phase["pool_slots"] for name, phase in plan["phases"].items()} == {
+            phase.value: memory.slots(phase) for phase in Phase}
+        assert {name: phase["workspace_bytes"] for name, phase in plan["phases"].items()} == {
+            phase.value: sum(region.size_bytes for region in memory.request(phase).workspace) for phase in Phase}
+        assert facts["kv"]["state_bytes"] == engine.memory_report()["state"]
+    finally:
+        engine.close()
+
+
+def test_streaming_at_full_context_is_as_foretold(kvs: Kvs, tiny_llama: Path) -> None:
+    """A run that fills the context streams as many pages, through as large a ring, as the plan says."""
+    flags = (*SMALL, "--kv-stream-arena-mib", "1", "--kv-stream-ring-slots", "8")
+    plan = info(kvs, tiny_llama, *flags)["plan"]
+    kv = kvs("run", "-m", tiny_llama, "-p", "word " * 650, "--ignore-eos", *GREEDY, *flags, "--json").json["kv"]
+    assert kv["active_pages"] == plan["pages"]
+    assert kv["history_bytes"] == plan["history_bytes"]
+    assert plan["streamed_pages_per_step"] > 0
+    assert kv["streamed_pages_per_step"] == plan["streamed_pages_per_step"]
+    assert kv["ring_slots"] == plan["ring_slots"]
+
+
+def test_the_least_arena_and_the_full_one(kvs: Kvs, tiny_llama: Path) -> None:
+    """The least arena is accepted and one MiB less is not; the full one holds every page in both phases, no less does.
+    """
+    flags = ("-c", "8192", "-ub", "256")
+    plan = info(kvs, tiny_llama, *flags)["plan"]
+    least, full = plan["least_arena_mib"], plan["full_arena_mib"]
+    assert 1 < least < full
+    for arena, all_fit in ((least, False), (full - 1, False), (full, True)):
+        there = info(kvs, tiny_llama, *flags, "--kv-stream-arena-mib", str(arena))["plan"]
+        assert all(phase["pool_slots"] >= plan["pages"] for phase in there["phases"].values()) == all_fit
+        assert (there["least_arena_mib"], there["full_arena_mib"]) == (least, full)
+    assert there["streamed_pages_per_step"] == 0
+    error = kvs("info", tiny_llama, *flags, "--kv-stream-arena-mib", str(least - 1)).error
+    assert f"needs {least} MiB" in error
+
+
+def test_no_weights_are_read(kvs: Kvs, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of any size is described at once: its tensors' bytes are not touched and no device is opened."""
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr("kvs_core.formats.quants.dequantize_rows", refuse)
+    monkeypatch.setattr("kvs_core.device.host.weights.dequantize_rows", refuse)
+    monkeypatch.setattr("kvs_core.device.host.device.HostDevice.__init__", refuse)
+    assert info(kvs, tiny_llama)["model"]["arch"] == "llama"
+
+
+def test_text_for_people(kvs: Kvs, tiny_qwen35: Path) -> None:
+    """Sections with aligned lines, in plain text where stdout is no terminal; nothing on stderr."""
+    done = kvs("info", tiny_qwen35, *SMALL, "--kv-stream-arena-mib", "1")
+    assert (done.code, done.err) == (0, "")
+    for words in ("Model\n  name ", "6 recurrent ", "2 full ", "1 mtp ", "<|im_end|> (378)", "K q8_0, V q4_0",
+                  "arena            1.0 MiB; least ", "then streamed "):
+        assert words in done.out
+    assert "\x1b" not in done.out
+
+
+def test_names_in_a_file_cannot_act_on_the_terminal(kvs: Kvs, tiny_llama: Path) -> None:
+    """Control characters of metadata are not printed."""
+    done = kvs("info", tiny_llama, "--override-kv", "general.name=str:bad\x1b[2Jname")
+    assert done.code == 0
+    assert "bad\ufffd[2Jname" in done.out
+
+
+def test_sampling_defaults_say_where_they_come_from(kvs: Kvs, tiny_llama: Path) -> None:
+    """Values that the model file sets are marked."""
+    facts = info(kvs, tiny_llama, "--override-kv", "general.sampling.temp=float:0.25,general.sampling.mirostat=int:2")
+    assert facts["sampling"]["from_model"] == ["temperature", "mirostat"]
+    assert (facts["sampling"]["temperature"], facts["sampling"]["mirostat"]) == (0.25, 2)
+
+
+def test_a_context_beyond_the_training_is_capped_with_a_notice(kvs: Kvs, tiny_llama: Path) -> None:
+    """As for a run."""
+    done = kvs("info", tiny_llama, "-c", "262144", "--json")
+    assert done.json["plan"]["context_tokens"] == 32768
+    assert "--ctx-size 262144: the model was trained for 32768 tokens" in done.err
+
+
+def test_a_real_model(kvs: Kvs, smollm2_path: Path) -> None:
+    """SmolLM2: 30 layers of 3 KV heads of 64."""
+    facts = info(kvs, smollm2_path, "-ctk", "q8_0", "-ctv", "q8_0")
+    assert facts["model"]["n_params"] == 134515008
+    assert [quant["type"] for quant in facts["model"]["quants"]] == ["Q4_1", "Q8_0", "F32"]
+    assert facts["kv"]["token_bytes"] == 30 * 3 * (68 + 68)  # q8_0: 34 bytes per 32 values
+    assert [token["id"] for token in facts["tokenizer"]["eog"]] == [0, 2, 4]

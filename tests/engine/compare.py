@@ -1,0 +1,81 @@
+"""Log-probabilities of kvs and of llama.cpp over the same tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from kvs_core.device.host.device import HostDebug, HostDevice
+from kvs_core.engine.engine import Engine
+from kvs_core.engine.session import Session
+from kvs_core.formats.gguf import GgufFile
+from kvs_core.settings.rooms import ContextSettings, KvSettings, RopeSettings
+from tests.support import llamacpp
+
+
+@dataclass(frozen=True)
+class Distance:
+    """largest  of the differences between log-probabilities; kl: mean over positions, llama.cpp as the truth."""
+
+    largest: float
+    kl: float
+    same_top: float
+
+    @classmethod
+    def between(cls, ours: np.ndarray, theirs: np.ndarray) -> Distance:
+        """Of two logit arrays [T, V]."""
+        a, b = log_softmax(ours), log_softmax(theirs)
+        kl = float((np.exp(b) * (b - a)).sum(axis=-1).mean())
+        return cls(float(np.abs(a - b).max()), kl, float((a.argmax(-1) == b.argmax(-1)).mean()))
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """Over the last axis, in float64."""
+    wide = logits.astype(np.float64)
+    wide -= wide.max(axis=-1, keepdims=True)
+    return wide - np.log(np.exp(wide).sum(axis=-1, keepdims=True))
+
+
+def ours(
+    path: Path, tokens: Sequence[int], *, type_k: str = "f32", type_v: str = "f32", round_q: bool = False,
+    rotation: bool = True, decode_from: int | None = None, context: int = 2048,
+) -> np.ndarray:
+    """kvs's logits [T, V]; tokens from ``decode_from`` on are decoded one by one."""
+    with session(path, type_k=type_k, type_v=type_v, round_q=round_q, rotation=rotation, context=context) as run:
+        cut = len(tokens) if decode_from is None else decode_from
+        logits = [run.prefill(tokens[:cut], all_logits=True)]
+        logits += [run.decode(token)[None] for token in tokens[cut:]]
+        return np.concatenate(logits)
+
+
+@contextmanager
+def session(
+    path: Path, *, type_k: str = "f32", type_v: str = "f32", round_q: bool = False, rotation: bool = True,
+    context: int = 2048,
+) -> Iterator[Session]:
+    """A session of kvs on a fresh engine."""
+    device = HostDevice(1, debug=HostDebug(round_q=round_q))
+    engine = Engine(
+        GgufFile.open(path), device,
+        context=ContextSettings(ctx_size=context),
+        kv=KvSettings(type_k=type_k, type_v=type_v, rotation=rotation),
+        rope=RopeSettings(),
+    )
+    try:
+        yield Session(engine)
+    finally:
+        engine.close()
+
+
+def theirs(
+    path: Path, tokens: Sequence[int], *, type_k: str = "f32", type_v: str = "f32", batch: int = 512
+) -> np.ndarray:
+    """llama.cpp's logits [T, V], ``batch`` tokens at a time. Quantised V needs its flash attention."""
+    with llamacpp.Model(path) as model, model.context(
+        n_ctx=2048, type_k=type_k, type_v=type_v, flash_attn=type_v != "f32", n_threads=1
+    ) as context:
+        return np.concatenate([context.decode(tokens[at : at + batch]) for at in range(0, len(tokens), batch)])

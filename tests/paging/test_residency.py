@@ -1,0 +1,297 @@
+"""The policy as a pure function: what it may never do, what it does in steady use, and the least pool that will do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvs_core.errors import BudgetError, CapabilityError
+from kvs_core.paging.geometry import GROUP_PAGES
+from kvs_core.paging.residency import (
+    Observation,
+    ResidencyConfig,
+    ResidencyMode,
+    ResidencyState,
+    least_pool_slots,
+    residency_step,
+)
+from kvs_core.units import ceil_div
+
+PAGE_BYTES = 1 << 20   # a run is then one group
+RUN = GROUP_PAGES
+LINK = 1000.0 * PAGE_BYTES
+COOL_DOWN = 8
+EASE = 256
+
+
+def config(layers: int = 4, **others: object) -> ResidencyConfig:
+    values = {"mode": ResidencyMode.ADAPTIVE, "layers": layers, "page_bytes": PAGE_BYTES, "link_bytes_per_s": LINK}
+    return ResidencyConfig(**(values | others))  # type: ignore[arg-type]
+
+
+def start(layers: int = 4) -> ResidencyState:
+    return ResidencyState(cuts=(0,) * layers)
+
+
+def repeat(used: ResidencyConfig, state: ResidencyState, seen: Observation, times: int) -> list[ResidencyState]:
+    states = []
+    for _ in range(times):
+        state = residency_step(used, state, seen)
+        states.append(state)
+    return states
+
+
+@st.composite
+def observations(draw: st.DrawFn) -> Observation:
+    pages = draw(st.integers(0, 60))
+    return Observation(
+        pages=pages,
+        writable_page=max(0, pages - draw(st.integers(0, 9))),
+        pool_slots=draw(st.integers(1, 260)),
+        gap_s=draw(st.floats(0, 0.1)),
+        starved=draw(st.booleans()),
+    )
+
+
+def least_of_step(layers: int, pages: int, writable_page: int) -> int:
+    """Slots that one step needs, by hand: all pages, or the groups it may write and one slot to stream through."""
+    touched = pages - writable_page // GROUP_PAGES * GROUP_PAGES
+    return min(layers * pages, layers * touched + 1)
+
+
+def check(used: ResidencyConfig, state: ResidencyState, seen: Observation) -> None:
+    """What holds for every decision."""
+    assert len(state.cuts) == used.layers
+    assert all(cut % GROUP_PAGES == 0 and 0 <= cut <= seen.writable_page for cut in state.cuts)
+    resident = sum(seen.pages - cut for cut in state.cuts)
+    assert resident + state.ring_slots <= seen.pool_slots
+    assert max(state.cuts) - min(state.cuts) <= GROUP_PAGES, "layers stream about equally"
+    if sum(state.cuts):
+        assert 1 <= state.ring_slots <= sum(state.cuts)
+        if used.ring_slots:
+            assert state.ring_slots <= used.ring_slots
+        # No pool is left idle: another group and the next page of every layer would not fit.
+        assert seen.pool_slots - resident - state.ring_slots < GROUP_PAGES + used.layers
+    else:
+        assert state.ring_slots == 0
+
+
+@given(
+    st.integers(1, 5), st.sampled_from([0, 0, 1, 7, 40]), st.integers(0, 9), st.lists(observations(), max_size=12)
+)
+def test_every_decision_can_be_carried_out(
+    layers: int, ring_slots: int, run_pages: int, seen: list[Observation]
+) -> None:
+    """Always: pages fit, what is written stays, cuts are whole groups; or the pool is too small, and by how much."""
+    used = config(layers, ring_slots=ring_slots, run_pages=run_pages)
+    state = start(layers)
+    for each in seen:
+        if each.pool_slots >= least_of_step(layers, each.pages, each.writable_page):
+            state = residency_step(used, state, each)
+            check(used, state, each)
+            assert 1 <= used.run_pages_in(max(1, state.ring_slots)) <= max(1, state.ring_slots)
+        else:
+            with pytest.raises(BudgetError, match="--kv-stream-arena-mib") as caught:
+                residency_step(used, state, each)
+            least = least_of_step(layers, each.pages, each.writable_page)
+            assert caught.value.needed_mib == least
+            assert caught.value.given_mib == each.pool_slots
+
+
+@given(st.integers(1, 5), st.lists(observations(), max_size=12))
+def test_resident_mode_holds_everything_or_refuses(layers: int, seen: list[Observation]) -> None:
+    """No page is ever streamed; the refusal names what all pages need."""
+    used = config(layers, mode=ResidencyMode.RESIDENT)
+    state = start(layers)
+    for each in seen:
+        if layers * each.pages <= each.pool_slots:
+            state = residency_step(used, state, each)
+            assert (state.cuts, state.ring_slots) == ((0,) * layers, 0)
+        else:
+            with pytest.raises(BudgetError, match="resident mode") as caught:
+                residency_step(used, state, each)
+            assert caught.value.needed_mib == layers * each.pages
+
+
+@given(st.integers(1, 4), st.integers(1, 700), st.integers(1, 130))
+def test_least_pool_is_enough_and_not_a_slot_too_many(layers: int, context: int, rows: int) -> None:
+    """Any step of any length and width runs in the least pool; with one slot fewer some step is refused."""
+    page = 32
+    rows = min(rows, context)
+    least = least_pool_slots(layers, context, page, rows)
+    used, state = config(layers), start(layers)
+    refused = False
+    for first in range(context):
+        for width in {1, min(rows, context - first)}:
+            seen = Observation(ceil_div(first + width, page), first // page, least)
+            residency_step(used, state, seen)
+            try:
+                residency_step(used, state, replace(seen, pool_slots=least - 1))
+            except BudgetError:
+                refused = True
+    assert refused
+
+
+@given(
+    layers=st.integers(1, 5), pool=st.integers(30, 300), ring=st.sampled_from([0, 0, 1, 5]),
+    gap_s=st.floats(0, 0.2), pages=st.integers(1, 90),
+)
+def test_steady_growth_only_evicts(layers: int, pool: int, ring: int, gap_s: float, pages: int) -> None:
+    """A context that grows page by page moves every cut upwards only, and the ring not at all."""
+    used, state = config(layers, ring_slots=ring), start(layers)
+    states = []
+    for number in range(1, pages + 1):
+        seen = Observation(number, number - 1, pool, gap_s)
+        states += repeat(used, state, seen, 3)
+        state = states[-1]
+    for before, after in pairwise(states):
+        assert all(a <= b for a, b in zip(before.cuts, after.cuts, strict=True))
+        if before.ring_slots:
+            assert after.ring_slots == before.ring_slots
+
+
+@given(
+    st.integers(1, 4), st.sampled_from([0, 0, 3, 20]), st.lists(observations(), min_size=1, max_size=6), observations()
+)
+def test_nothing_moves_while_nothing_changes(
+    layers: int, ring: int, before: list[Observation], seen: Observation
+) -> None:
+    """Whatever came before, the same observation again and again changes the ring once at most, after the cool-down."""
+    used, state = config(layers, ring_slots=ring), start(layers)
+    seen = replace(seen, starved=False)
+    for each in [*before, seen]:
+        if each.pool_slots >= least_of_step(layers, each.pages, each.writable_page):
+            state = residency_step(used, state, each)
+    if seen.pool_slots < least_of_step(layers, seen.pages, seen.writable_page):
+        return
+    state = replace(state, ring_bonus=0)
+    places = [(each.cuts, each.ring_slots) for each in repeat(used, state, seen, 2 * COOL_DOWN)]
+    assert len(set(places[:COOL_DOWN])) <= 2
+    assert len(set(places[COOL_DOWN:])) == 1
+
+
+@given(st.integers(1, 50), st.integers(0, 90))
+def test_a_fixed_ring_has_its_size_wherever_it_fits(ring: int, spare: int) -> None:
+    """A ring that the user fixed is neither computed nor refined, and smaller only where the pool has no more."""
+    layers, pages = 4, 100
+    used, state = config(layers, ring_slots=ring), start(layers)
+    tail = layers * (pages - 96)
+    pool = tail + 1 + spare
+    for starved in (False, True) * 20:
+        state = residency_step(used, state, Observation(pages, pages - 1, pool, 1.0, starved))
+        assert state.ring_slots == min(ring, pool - tail)
+
+
+def settled(used: ResidencyConfig, seen: Observation) -> ResidencyState:
+    """The state after enough calm steps for a change to be allowed."""
+    return repeat(used, start(used.layers), seen, COOL_DOWN + 1)[-1]
+
+
+SEEN = Observation(pages=400, writable_page=399, pool_slots=1000)
+
+
+@pytest.mark.parametrize("gap_s", [0.0, 0.01, 0.1, 0.2])
+def test_the_ring_is_what_the_link_can_fill_in_the_longest_gap(gap_s: float) -> None:
+    """Two runs, one read while the next arrives, and the pages that arrive while nothing is read."""
+    state = settled(config(), replace(SEEN, gap_s=gap_s))
+    assert state.ring_slots == 2 * RUN + round(1000 * gap_s)
+
+
+def test_a_computed_ring_takes_a_quarter_of_the_pool_at_most() -> None:
+    """However long the gap: a resident page saves a copy in every step."""
+    assert settled(config(), replace(SEEN, gap_s=10.0)).ring_slots == 250
+
+
+@pytest.mark.parametrize("gap_s", [0.0, 0.03, 0.1, 0.2])
+def test_starvation_grows_the_ring_by_a_run_and_not_again_within_the_cool_down(gap_s: float) -> None:
+    """Whatever the ring's size, one run more at once, then the same ring until the change has had time to tell."""
+    used, seen = config(), replace(SEEN, gap_s=gap_s)
+    state = settled(used, seen)
+    rings = [each.ring_slots for each in repeat(used, state, replace(seen, starved=True), 2 * COOL_DOWN + 1)]
+    assert rings[0] == state.ring_slots + RUN
+    assert rings == [rings[0]] * COOL_DOWN + [rings[0] + RUN] * COOL_DOWN + [rings[0] + 2 * RUN]
+
+
+@pytest.mark.parametrize("gap_s", [0.0, 0.03, 0.1, 0.2])
+def test_long_ease_gives_back_what_starvation_took(gap_s: float) -> None:
+    """A run at a time, each after long calm, down to the computed ring and no further."""
+    used, seen = config(), replace(SEEN, gap_s=gap_s)
+    base = settled(used, seen)
+    grown = repeat(used, base, replace(seen, starved=True), 2 * COOL_DOWN + 1)[-1]
+    assert grown.ring_slots == base.ring_slots + 3 * RUN
+    rings = [each.ring_slots for each in repeat(used, grown, seen, 5 * EASE)]
+    assert rings == sorted(rings, reverse=True)
+    assert {*rings} == {base.ring_slots + runs * RUN for runs in range(4)}
+    assert rings[-1] == base.ring_slots
+    assert all(rings.count(base.ring_slots + runs * RUN) >= EASE - 1 for runs in (1, 2, 3))
+
+
+def test_starvation_without_end_asks_for_no_more_than_there_is() -> None:
+    """A ring that cannot grow is not in debt: after the starvation it is given back as fast as it came."""
+    used = config()
+    starved = repeat(used, start(), replace(SEEN, starved=True), 5000)[-1]
+    assert starved.ring_slots == 1000 - 4 * 4
+    calm = repeat(used, starved, SEEN, EASE * (1000 // RUN))[-1]
+    assert calm.ring_slots == 2 * RUN
+
+
+@given(st.lists(st.floats(0.9, 1.1), min_size=2, max_size=40))
+def test_a_gap_that_trembles_does_not_move_the_ring(factors: list[float]) -> None:
+    """A tenth up or down is noise."""
+    used = config()
+    state = settled(used, replace(SEEN, gap_s=0.1))
+    ring = state.ring_slots
+    for factor in factors:
+        state = residency_step(used, state, replace(SEEN, gap_s=0.1 * factor))
+        assert state.ring_slots == ring
+
+
+@pytest.mark.parametrize("gap_s", [0.0, 0.05, 0.2])
+def test_the_ring_follows_a_gap_that_really_changed_after_the_cool_down(gap_s: float) -> None:
+    """Up or down by more than an eighth: one change, not before the last one is eight steps old."""
+    used = config()
+    state = repeat(used, start(), replace(SEEN, gap_s=0.1), 1)[-1]
+    rings = [each.ring_slots for each in repeat(used, state, replace(SEEN, gap_s=gap_s), 2 * COOL_DOWN)]
+    assert rings[: COOL_DOWN - 1] == [state.ring_slots] * (COOL_DOWN - 1)
+    assert rings[COOL_DOWN - 1 :] == [2 * RUN + round(1000 * gap_s)] * (COOL_DOWN + 1)
+
+
+def test_a_pool_that_grows_is_used_at_once_and_one_that_shrinks_gives_way() -> None:
+    """From one phase's pool to the other's and back: resident pages as many as fit, the newest."""
+    used = config()
+    small = settled(used, replace(SEEN, pool_slots=400))
+    large = residency_step(used, small, SEEN)
+    check(used, large, SEEN)
+    assert sum(large.cuts) < sum(small.cuts) - 500
+    again = residency_step(used, large, replace(SEEN, pool_slots=400))
+    assert sum(again.cuts) == sum(small.cuts)
+    all_fit = residency_step(used, again, replace(SEEN, pool_slots=1600))
+    assert (all_fit.cuts, all_fit.ring_slots) == ((0,) * 4, 0)
+
+
+@pytest.mark.parametrize(
+    ("run_pages", "ring", "run"),
+    [(0, 1, 1), (0, 2, 1), (0, 3, 1), (0, 7, 3), (0, 8, 4), (0, 100, 4), (6, 100, 6), (6, 4, 4), (1, 9, 1)],
+)
+def test_runs_are_four_mib_if_two_of_them_fit_in_the_ring(run_pages: int, ring: int, run: int) -> None:
+    """One is read while the next arrives; a length that the user fixed gives way to the ring only."""
+    assert config(run_pages=run_pages).run_pages_in(ring) == run
+
+
+def test_runs_are_whole_groups_of_at_least_four_mib() -> None:
+    """As many groups as make the copy that reaches the link's rate."""
+    assert config(page_bytes=425_984).copy_pages == 12
+    assert config(page_bytes=4096).copy_pages == 1024
+    assert config(page_bytes=1 << 30).copy_pages == GROUP_PAGES
+
+
+def test_modes_have_names() -> None:
+    """The modes of this version are found; another is refused with those that are there."""
+    assert ResidencyMode.parse("adaptive") is ResidencyMode.ADAPTIVE
+    assert ResidencyMode.parse("resident") is ResidencyMode.RESIDENT
+    with pytest.raises(CapabilityError, match=r"--kv-residency-mode window.*adaptive or resident"):
+        ResidencyMode.parse("window")

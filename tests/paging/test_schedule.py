@@ -1,0 +1,176 @@
+"""Schedules copy every streamed page once, in order, and no timing of copies can lock them up or lose a page."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvs_core.paging.geometry import GROUP_PAGES
+from kvs_core.paging.schedule import PrefetchSchedule, Run, head_in_ring, plan_schedule
+from kvs_core.paging.slabs import slab_of
+
+cuts = st.lists(st.integers(0, 20).map(lambda groups: groups * GROUP_PAGES), min_size=1, max_size=5)
+rings = st.integers(1, 40)
+lengths = st.integers(1, 30)
+
+
+def ranges(of: list[int]) -> list[range]:
+    return [range(cut) for cut in of]
+
+
+def check(schedule: PrefetchSchedule, of: list[int], ring: int) -> None:
+    """All streamed pages once, layer by layer in page order; every run within a slab and inside the ring."""
+    copied = [(run.layer, page) for run in schedule.runs for page in range(run.first_page, run.end_page)]
+    assert copied == [(layer, page) for layer, cut in enumerate(of) for page in range(cut)]
+    assert schedule.streamed_pages == sum(of)
+    for run in schedule.runs:
+        assert run.pages >= 1
+        assert run.end_page <= slab_of(run.first_page).end_page
+        assert run.slots == range(run.first_slot, run.first_slot + run.pages)
+        assert 0 <= run.first_slot <= run.first_slot + run.pages <= ring
+    assert len(schedule.by_layer) == len(of)
+    assert [run for runs in schedule.by_layer for run in runs] == list(schedule.runs)
+    assert all(run.layer == layer for layer, runs in enumerate(schedule.by_layer) for run in runs)
+
+
+@given(cuts, rings, lengths)
+def test_every_streamed_page_is_copied_once_in_order(of: list[int], ring: int, length: int) -> None:
+    """Runs cover the streamed pages, none longer than asked for, and follow each other around the ring."""
+    schedule = plan_schedule(ranges(of), ring_slots=ring, run_pages=length)
+    check(schedule, of, ring)
+    assert all(run.pages <= length for run in schedule.runs)
+    for run, following in pairwise(schedule.runs):
+        assert following.first_slot in (0, run.first_slot + run.pages)
+        assert following.first_slot > 0 or run.first_slot + run.pages + following.pages > ring or run.first_slot == 0
+
+
+def test_runs_are_as_long_as_slabs_allow() -> None:
+    """Only a slab's end and the cut shorten a run."""
+    schedule = plan_schedule([range(40)], ring_slots=32, run_pages=16)
+    assert [run.pages for run in schedule.runs] == [4, 8, 16, 12]
+    assert [run.first_slot for run in schedule.runs] == [0, 4, 12, 0]
+
+
+def test_streamed_pages_need_a_ring() -> None:
+    """Pages without a slot to pass through are a broken invariant; no pages need no ring."""
+    with pytest.raises(AssertionError, match="ring"):
+        plan_schedule([range(0), range(4)], ring_slots=0, run_pages=4)
+    assert plan_schedule([range(0), range(0)], ring_slots=0, run_pages=1).runs == ()
+
+
+class Simulation:
+    """A link that copies in order at random moments, and an attention that reads in order; nothing else may happen."""
+
+    def __init__(self, dice: random.Random) -> None:
+        self.dice = dice
+        self.schedule = PrefetchSchedule((), 0, ())
+        self.holds: dict[int, tuple[int, int]] = {}   # slot -> (layer, page), copied or on its way
+        self.in_ring: deque[Run] = deque()
+        self.fetched = 0
+
+    def replan(self, of: list[int], ring: int, length: int) -> list[Run]:
+        """What the streamer does between steps; returns the runs that were kept."""
+        kept = head_in_ring(ranges(of), ring, list(self.in_ring))
+        while len(self.in_ring) > kept:
+            for slot in self.in_ring.pop().slots:
+                del self.holds[slot]
+        self.schedule = plan_schedule(ranges(of), ring_slots=ring, run_pages=length, kept=list(self.in_ring))
+        check(self.schedule, of, ring)
+        assert self.schedule.runs[:kept] == tuple(self.in_ring)
+        self.fetched = kept
+        return list(self.in_ring)
+
+    def try_fetch(self) -> bool:
+        runs = self.schedule.runs
+        if len(self.in_ring) == len(runs):
+            return False
+        run = runs[self.fetched % len(runs)]
+        if any(slot in self.holds for slot in run.slots):
+            return False   # an unread page is there: the copy waits
+        self.holds |= {run.first_slot + i: (run.layer, run.first_page + i) for i in range(run.pages)}
+        self.in_ring.append(run)
+        self.fetched += 1
+        return True
+
+    def step(self) -> None:
+        """Read all runs, with random numbers of copies in between; then let the link run on a little."""
+        for run in self.schedule.runs:
+            while self.dice.random() < 0.6 and self.try_fetch():
+                pass
+            if not self.in_ring:
+                assert self.try_fetch(), "nothing is in the ring, and yet the next run does not fit: locked up"
+            assert self.in_ring[0] == run
+            self.in_ring.popleft()
+            for i, slot in enumerate(run.slots):
+                assert self.holds.pop(slot) == (run.layer, run.first_page + i)
+        while self.dice.random() < 0.8 and self.try_fetch():
+            pass
+
+
+@given(
+    changes=st.lists(st.tuples(cuts.map(lambda of: (of * 4)[:4]), rings, lengths), min_size=1, max_size=6),
+    seed=st.integers(0, 10_000),
+)
+def test_no_timing_locks_up_or_overwrites_an_unread_page(
+    changes: list[tuple[list[int], int, int]], seed: int
+) -> None:
+    """Steps read every page where the schedule says, for any pace of the link and any change of cuts, ring and runs."""
+    dice = random.Random(seed)
+    simulation = Simulation(dice)
+    for of, ring, length in changes:
+        simulation.replan(of, ring, length)
+        for _ in range(dice.randint(0, 3)):
+            simulation.step()
+
+
+@given(cuts, rings, lengths, st.integers(0, 1000))
+def test_the_same_schedule_keeps_all_that_was_copied_ahead(of: list[int], ring: int, length: int, seed: int) -> None:
+    """Planning the same again drops no run."""
+    simulation = Simulation(random.Random(seed))
+    simulation.replan(of, ring, length)
+    simulation.step()
+    before = list(simulation.in_ring)
+    assert simulation.replan(of, ring, length) == before
+
+
+@given(cuts, st.integers(8, 40), st.integers(0, 1000), st.integers(0, 4))
+def test_a_cut_that_rises_keeps_all_that_was_copied_ahead(of: list[int], ring: int, seed: int, layer: int) -> None:
+    """One more group streamed from a layer leaves the runs copied ahead where they are, up to that group."""
+    simulation = Simulation(random.Random(seed))
+    simulation.replan(of, ring, 4)
+    while simulation.try_fetch():
+        pass
+    layer %= len(of)
+    risen = [cut + GROUP_PAGES * (number == layer) for number, cut in enumerate(of)]
+    before = [run for run in simulation.in_ring if run.layer <= layer]
+    assert simulation.replan(risen, ring, 4) == before
+
+
+def test_a_smaller_ring_keeps_the_runs_that_lie_inside_it() -> None:
+    """The head of the list stays as far as it fits; the first run outside ends it."""
+    runs = plan_schedule([range(28)], ring_slots=28, run_pages=8).runs
+    assert [run.pages for run in runs] == [4, 8, 8, 8]
+    assert head_in_ring([range(28)], 28, runs) == 4
+    assert head_in_ring([range(28)], 27, runs) == 3
+    assert head_in_ring([range(28)], 11, runs) == 1
+    assert head_in_ring([range(28)], 3, runs) == 0
+
+
+def test_a_fallen_cut_drops_the_runs_beyond_it() -> None:
+    """A page that is resident now is read from its own slot, so its run cannot stay; nor can what follows."""
+    runs = plan_schedule([range(12), range(4)], ring_slots=16, run_pages=8).runs
+    assert head_in_ring([range(12), range(4)], 16, runs) == 3
+    assert head_in_ring([range(8), range(4)], 16, runs) == 1
+    assert head_in_ring([range(0), range(4)], 16, runs) == 0
+
+
+def test_kept_runs_must_be_the_head() -> None:
+    """Runs that begin behind a page not in the ring are refused."""
+    late = Run(layer=1, first_page=0, pages=4, first_slot=0)
+    with pytest.raises(AssertionError, match="head"):
+        plan_schedule([range(4), range(4)], ring_slots=8, run_pages=4, kept=[late])

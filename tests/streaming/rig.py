@@ -1,0 +1,248 @@
+"""KV without a model: random rows through a ``KvStream``, remembered row by row, compared with plain attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import gguf
+import numpy as np
+
+from kvs_core.device.host.device import HostDebug, HostDevice
+from kvs_core.device.host.ops import kv_codec
+from kvs_core.device.workspace import BufferSpec, workspace_bytes
+from kvs_core.memory.arena import ALIGNMENT, Arena
+from kvs_core.memory.phases import MemoryPlan, Phase, PhaseRequest
+from kvs_core.paging.geometry import GROUP_PAGES, SEGMENT_GROUPS, KvType, PageGeometry
+from kvs_core.paging.residency import ResidencyConfig, ResidencyMode, least_pool_slots
+from kvs_core.paging.spans import SCRATCH_GROUPS
+from kvs_core.streaming.handover import Handover, PhaseBuffers, attention_scratch
+from kvs_core.streaming.kv_stream import KvStream
+from kvs_core.units import align_up, ceil_div
+
+PAGE = 32
+LAYERS = 2
+HEADS = 2
+DIM = 64
+DECODE_ROWS = 8
+PREFILL_ROWS = 64
+
+ROTATED = PageGeometry(PAGE, 1, DIM, DIM, KvType.Q8_0, KvType.Q4_0, k_rotation=64, v_rotation=64)
+PLAIN = PageGeometry(PAGE, 2, 32, 32, KvType.F16, KvType.BF16)
+
+
+@dataclass(frozen=True)
+class Pools:
+    """Slots of the pool in each phase."""
+
+    prefill: int
+    decode: int
+
+    @classmethod
+    def between(cls, context: int, prefill: float, decode: float) -> Pools:
+        """Pools between the least that will do (0.0) and one for all pages (1.0)."""
+        least = least_pool_slots(LAYERS, context, PAGE, PREFILL_ROWS)
+        spare = LAYERS * ceil_div(context, PAGE) - least
+        return cls(least + round(prefill * spare), least + round(decode * spare))
+
+    @classmethod
+    def all_of(cls, context: int) -> Pools:
+        """Pools for all pages."""
+        return cls.between(context, 1.0, 1.0)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows as pages hold them: k and v uint8 [rows, G, row_bytes]."""
+
+    k: np.ndarray
+    v: np.ndarray
+
+    def first(self, count: int) -> Rows:
+        return Rows(self.k[:count], self.v[:count])
+
+    def and_then(self, other: Rows) -> Rows:
+        return Rows(np.concatenate([self.k, other.k]), np.concatenate([self.v, other.v]))
+
+
+class Rig:
+    """One cache on one device; ``rows[layer]`` is what its history must come to hold."""
+
+    def __init__(
+        self, geometry: PageGeometry, context: int, pools: Pools, device: HostDevice, *,
+        ring_slots: int = 0, run_pages: int = 0, mode: ResidencyMode = ResidencyMode.ADAPTIVE,
+    ) -> None:
+        self.geometry = geometry
+        self.context = context
+        self.device = device
+        config = ResidencyConfig(mode, LAYERS, geometry.page_bytes, ring_slots, run_pages, link_bytes_per_s=1e9)
+        self.kv = KvStream(device, geometry, config, context)
+        memory, buffers = _memory(geometry, context, pools)
+        device.allocate_arena(memory.arena_bytes)
+        self.arena = Arena(memory.arena_bytes)
+        self.handover = Handover(device, self.arena, memory, self.kv, buffers)
+        k, v = (np.zeros((0, geometry.kv_heads, size), np.uint8) for size in (geometry.k_row_bytes, geometry.v_row_bytes))
+        self.rows = [Rows(k, v) for _ in range(LAYERS)]
+
+    @property
+    def committed(self) -> int:
+        """Rows that count."""
+        return len(self.rows[0].k)
+
+    def enter(self, phase: Phase) -> None:
+        """Change phase if it is another."""
+        if self.handover.layout.phase is not phase:
+            self.handover.change(phase)
+
+    def step(
+        self, phase: Phase, rows: int, keep: int | None = None, *, seed: int = 0, leave_after: int = 3 * LAYERS
+    ) -> np.ndarray:
+        """Run a step of random rows and keep the first; outputs [layers, T, H, Dv], after a check against ``dense``.
+
+        leave_after  of the three moves (write, attend, next) per layer, those done before the step is abandoned
+        """
+        self.enter(phase)
+        dice = np.random.default_rng(seed)
+        geometry = self.geometry
+        inputs = [
+            (
+                dice.standard_normal((rows, geometry.kv_heads, geometry.k_dim), np.float32),
+                dice.standard_normal((rows, geometry.kv_heads, geometry.v_dim), np.float32),
+                dice.standard_normal((rows, HEADS, geometry.k_dim), np.float32) * np.float32(0.4),
+            )
+            for _ in range(LAYERS)
+        ]
+        outputs = np.zeros((LAYERS, rows, HEADS, geometry.v_dim), np.float32)
+        with self.kv.begin(rows, phase) as step:
+            assert step.first_position == self.committed
+            for layer, (k, v, q) in enumerate(inputs):
+                if leave_after <= 3 * layer:
+                    return outputs
+                lent = step.layer(layer)
+                lent.write(k.copy(), v.copy())
+                if leave_after == 3 * layer + 1:
+                    return outputs
+                lent.attend(q.copy(), outputs[layer])
+            if leave_after < 3 * LAYERS:
+                return outputs
+            step.settle(rows if keep is None else keep)
+        for layer, (k, v, q) in enumerate(inputs):
+            new = self._stored(k, v)
+            self._check(layer, new, q, outputs[layer])
+            self.rows[layer] = self.rows[layer].and_then(new.first(rows if keep is None else keep))
+        return outputs
+
+    def prefill(self, tokens: int, *, seed: int = 0) -> None:
+        """Steps of the widest kind until that many rows are committed."""
+        while self.committed < tokens:
+            self.step(Phase.PREFILL, min(PREFILL_ROWS, tokens - self.committed), seed=seed + self.committed)
+
+    def truncate(self, tokens: int) -> None:
+        """Forget rows."""
+        self.kv.truncate(tokens)
+        self.rows = [rows.first(tokens) for rows in self.rows]
+
+    def publish_all(self) -> None:
+        """Everything home."""
+        self.kv.publish_dirty()
+        self.kv.drain()
+        assert self.kv.cache.published == self.committed
+
+    def check_history(self) -> None:
+        """Every published row is in the history, byte for byte."""
+        geometry, published = self.geometry, self.kv.cache.published
+        for layer, rows in enumerate(self.rows):
+            for page in range(ceil_div(published, PAGE)):
+                heads = self.kv.history_page(layer, page).reshape(geometry.kv_heads, -1)
+                count = min(PAGE, published - page * PAGE)
+                here = slice(page * PAGE, page * PAGE + count)
+                for part, kept in ((heads[:, : geometry.k_part_bytes], rows.k), (heads[:, geometry.k_part_bytes :], rows.v)):
+                    there = part.reshape(geometry.kv_heads, PAGE, -1)[:, :count].swapaxes(0, 1)
+                    assert (there == kept[here]).all(), f"layer {layer}, page {page}"
+
+    def check_frontiers(self) -> None:
+        """Committed rows are those remembered; slots are all accounted for."""
+        assert self.kv.cache.committed == self.kv.cache.reserved == self.committed
+        stats = self.kv.stats()
+        assert stats.resident_pages + stats.ring_slots <= stats.pool_pages == self.handover.layout.pool.shape[0]
+        assert stats.active_pages == LAYERS * ceil_div(self.committed, PAGE)
+
+    def close(self) -> None:
+        """Stop the threads."""
+        self.device.close()
+        self.kv.close()
+
+    def _stored(self, k: np.ndarray, v: np.ndarray) -> Rows:
+        """What pages hold of some rows."""
+        k, v = k.copy(), v.copy()
+        self._rotate(k, v)
+        return Rows(kv_codec.encode(self.geometry.k_type, k), kv_codec.encode(self.geometry.v_type, v))
+
+    def _check(self, layer: int, new: Rows, q: np.ndarray, out: np.ndarray) -> None:
+        """Compare a layer's outputs with ``dense``, over all rows stored before and the new ones."""
+        stored = self.rows[layer].and_then(new)
+        k, v = _decoded(self.geometry.k_type, stored.k), _decoded(self.geometry.v_type, stored.v)
+        self._rotate(k, v)
+        np.testing.assert_allclose(out, dense(q, k, v), atol=3e-5)
+
+    def _rotate(self, k: np.ndarray, v: np.ndarray) -> None:
+        if self.geometry.k_rotation:
+            self.device.ops.hadamard(k, self.geometry.k_rotation)
+        if self.geometry.v_rotation:
+            self.device.ops.hadamard(v, self.geometry.v_rotation)
+
+
+def _decoded(kv_type: KvType, data: np.ndarray) -> np.ndarray:
+    """Bytes [S, G, row_bytes] as float32 [S, G, D], by another reader than the device's."""
+    return gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kv_type.name]).astype(np.float32)
+
+
+def dense(q: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Causal attention of the last T rows in float64.   q [T, H, Dk]; keys [S, G, Dk]; values [S, G, Dv]"""
+    rows, heads, _ = q.shape
+    of_head = np.arange(heads) * keys.shape[1] // heads
+    scores = np.einsum("thd,shd->ths", q, keys[:, of_head], dtype=np.float64)
+    unseen = np.arange(len(keys)) > len(keys) - rows + np.arange(rows)[:, None]
+    scores = np.where(unseen[:, None], -np.inf, scores)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    return np.einsum("ths,shd->thd", weights, values[:, of_head], dtype=np.float64)
+
+
+def _memory(geometry: PageGeometry, context: int, pools: Pools) -> tuple[MemoryPlan, dict[Phase, PhaseBuffers]]:
+    """An arena whose phases leave pools of exactly those slots: what is too much is filled up."""
+    slots = {Phase.PREFILL: pools.prefill, Phase.DECODE: pools.decode}
+    groups = ceil_div(ceil_div(context, PAGE), GROUP_PAGES)
+    specs, names = {}, {}
+    for phase, rows in ((Phase.PREFILL, PREFILL_ROWS), (Phase.DECODE, DECODE_ROWS)):
+        scratch = attention_scratch(
+            phase, rows=rows, heads=HEADS, v_dim=geometry.v_dim,
+            groups=min(SCRATCH_GROUPS, groups), segments=ceil_div(groups, SEGMENT_GROUPS),
+        )
+        specs[phase] = [spec for _, spec in scratch]
+        names[phase] = tuple(name for name, _ in scratch)
+    pool_bytes = {phase: align_up(slots[phase] * geometry.page_bytes, ALIGNMENT) for phase in Phase}
+    need = {phase: workspace_bytes(specs[phase]) + pool_bytes[phase] for phase in Phase}
+    arena_bytes = max(need.values())
+    buffers = {}
+    for phase in Phase:
+        spare = arena_bytes - need[phase]
+        filler = [BufferSpec("filler", (spare,), np.uint8)] if spare else []
+        buffers[phase] = PhaseBuffers((*specs[phase], *filler), names[phase])
+    prefill, decode = (PhaseRequest.of_bytes(phase, buffers[phase].size_bytes) for phase in Phase)
+    return MemoryPlan(arena_bytes, geometry.page_bytes, min(slots.values()), prefill, decode), buffers
+
+
+@contextmanager
+def rig(
+    context: int = 512, pools: Pools | None = None, geometry: PageGeometry = ROTATED, *,
+    debug: HostDebug | None = None, ring_slots: int = 0, run_pages: int = 0,
+) -> Iterator[Rig]:
+    """A rig that is closed at the end; without ``pools`` the least that will do."""
+    pools = pools or Pools.between(context, 0.0, 0.0)
+    built = Rig(geometry, context, pools, HostDevice(1, debug=debug), ring_slots=ring_slots, run_pages=run_pages)
+    try:
+        yield built
+    finally:
+        built.close()

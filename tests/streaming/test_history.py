@@ -1,0 +1,133 @@
+"""HostHistory: slabs that grow with the context, pinned ahead of need, and errors that lose nothing."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvs_core.device.host.device import HostDebug, HostDevice
+from kvs_core.errors import DeviceError
+from kvs_core.paging.schedule import Run, plan_schedule
+from kvs_core.paging.slabs import slab, slab_of
+from kvs_core.streaming.history import HostHistory
+from tests.streaming.rig import LAYERS, ROTATED
+
+SIZE = ROTATED.page_bytes
+
+
+class CountingDevice(HostDevice):
+    """Notes every pinned allocation and the thread that asked for it."""
+
+    def __init__(self, debug: HostDebug | None = None) -> None:
+        super().__init__(1, debug=debug)
+        self.asked: list[tuple[int, str]] = []
+
+    def allocate_pinned(self, size_bytes: int) -> np.ndarray:
+        self.asked.append((size_bytes, threading.current_thread().name))
+        return super().allocate_pinned(size_bytes)
+
+
+@contextmanager
+def history(capacity: int, debug: HostDebug | None = None) -> Iterator[tuple[CountingDevice, HostHistory]]:
+    device = CountingDevice(debug)
+    made = HostHistory(device, ROTATED, LAYERS, capacity)
+    try:
+        yield device, made
+    finally:
+        device.close()
+        made.close()
+
+
+def by_thread(device: CountingDevice, helper: bool) -> int:
+    return sum(("kvs-pin" in name) == helper for _, name in device.asked)
+
+
+@given(st.lists(st.integers(0, 200), max_size=12), st.integers(1, 200))
+def test_every_page_has_bytes_of_its_own_that_stay(lengths: list[int], capacity: int) -> None:
+    """Whatever the growth: pages hold what was put into them, runs are the same bytes, nothing beyond the capacity."""
+    with history(capacity) as (_, made):
+        filled = 0
+        for length in lengths:
+            length = min(length, capacity)
+            made.ensure(length)
+            for page in range(filled, length):
+                for layer in range(LAYERS):
+                    made.page(layer, page)[:] = (7 * page + layer) % 251
+            filled = max(filled, length)
+        for run in plan_schedule([range(filled)] * LAYERS, ring_slots=16, run_pages=16).runs:
+            stored = made.run(run).reshape(run.pages, SIZE)
+            expected = (7 * np.arange(run.first_page, run.end_page) + run.layer) % 251
+            assert (stored == expected[:, None]).all()
+        for layer in range(LAYERS):
+            assert all((made.page(layer, page) == (7 * page + layer) % 251).all() for page in range(filled))
+        held = slab_of(filled - 1).end_page if filled else 0
+        assert made.size_bytes == LAYERS * SIZE * min(held, capacity)
+
+
+def test_nothing_is_held_until_it_is_used() -> None:
+    """A large context costs nothing at first, then the first small slab."""
+    with history(1024) as (device, made):
+        made.ensure(0)
+        assert (made.size_bytes, device.asked) == (0, [])
+        made.ensure(1)
+        assert made.size_bytes == LAYERS * 4 * SIZE
+
+
+def test_the_next_slab_is_pinned_ahead_by_a_helper() -> None:
+    """Once the last slab is more than half full the helper pins the next, for every layer, so that growth pins nothing."""
+    with history(1024) as (device, made):
+        made.ensure(2)
+        assert by_thread(device, helper=True) == 0
+        made.ensure(3)
+        made._helper.submit(lambda: None).result()   # behind all that was submitted
+        assert device.asked[LAYERS:] == [(slab(1).pages * SIZE, name) for _, name in device.asked[LAYERS:]]
+        assert by_thread(device, helper=True) == LAYERS
+        for pages in range(4, 200):
+            made.ensure(pages)
+        assert by_thread(device, helper=False) == LAYERS
+        assert by_thread(device, helper=True) == LAYERS * slab_of(198).index
+
+
+def test_the_last_slab_ends_with_the_context() -> None:
+    """Nothing is pinned that no page can use, neither now nor ahead."""
+    with history(7) as (device, made):
+        made.ensure(7)
+        made._helper.submit(lambda: None).result()
+        assert [size for size, _ in device.asked] == [4 * SIZE, 3 * SIZE] * LAYERS
+
+
+def test_a_jump_takes_all_slabs_in_between() -> None:
+    """A long prompt's first step finds its pages."""
+    with history(1024) as (_, made):
+        made.ensure(61)
+        assert made.run(Run(1, 60, 1, 0)).nbytes == SIZE
+        with pytest.raises(AssertionError, match="cross a slab's end"):
+            made.run(Run(0, 59, 2, 0))
+
+
+@pytest.mark.parametrize("failing", range(2 * LAYERS))
+def test_without_pinned_memory_nothing_is_lost_and_the_next_call_may_succeed(failing: int) -> None:
+    """The error says how much was asked for and held; what is there stays, and a later call tries again."""
+    with history(1024, HostDebug(fail_alloc_at=failing)) as (_, made):
+        for pages, first_allocation in ((4, 0), (12, LAYERS)):
+            if failing in range(first_allocation, first_allocation + LAYERS):
+                with pytest.raises(DeviceError, match=r"no host memory for .* MiB more .*--ctx-size"):
+                    made.ensure(pages)
+            made.ensure(pages)
+            for layer in range(LAYERS):
+                made.page(layer, pages - 1)[:] = pages
+        assert all((made.page(layer, pages - 1) == pages).all() for layer in range(LAYERS) for pages in (4, 12))
+
+
+def test_closing_gives_the_memory_back() -> None:
+    """Also with an allocation under way."""
+    with history(1024) as (_, made):
+        made.ensure(3)
+        made.close()
+        assert made.size_bytes == 0

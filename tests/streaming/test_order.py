@@ -1,0 +1,103 @@
+"""No early read and no early write, on a device that orders nothing by itself: see ``traced``."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvs_core.memory.phases import Phase
+from kvs_core.paging.geometry import PageGeometry
+from tests.streaming.rig import DECODE_ROWS, LAYERS, PLAIN, PREFILL_ROWS, ROTATED, Pools, Rig
+from tests.streaming.traced import TracedDevice
+
+CONTEXT = 640
+
+Move = tuple[str, int, int]
+MOVES = st.one_of(
+    st.tuples(st.just("decode"), st.integers(1, DECODE_ROWS), st.integers(0, DECODE_ROWS)),
+    st.tuples(st.just("decode on"), st.integers(1, 12), st.just(DECODE_ROWS)),
+    st.tuples(st.just("prefill"), st.integers(1, PREFILL_ROWS), st.integers(0, PREFILL_ROWS)),
+    st.tuples(
+        st.sampled_from(["leave decode", "leave prefill"]), st.integers(1, DECODE_ROWS), st.integers(0, 3 * LAYERS - 1)
+    ),
+    st.tuples(st.just("truncate"), st.integers(0, CONTEXT), st.just(0)),
+    st.tuples(st.just("publish"), st.just(0), st.just(0)),
+)
+
+
+def step(rig: Rig, device: TracedDevice, phase: Phase, rows: int, keep: int, leave_after: int = 3 * LAYERS) -> None:
+    """One step, around which the compute stream uses all of the arena behind the pool."""
+    rows = min(rows, CONTEXT - rig.committed)
+    if rows == 0:
+        return
+    rig.enter(phase)
+    pool = rig.handover.layout.pool
+    device.touch(pool, range(len(pool), rig.arena.plan.total_bytes // rig.geometry.page_bytes))
+    rig.step(phase, rows, min(keep, rows), leave_after=leave_after)
+
+
+def carry_out(rig: Rig, device: TracedDevice, move: Move) -> None:
+    name, first, second = move
+    if name == "decode on":
+        for _ in range(first):
+            step(rig, device, Phase.DECODE, second, second)
+    elif name in ("decode", "prefill"):
+        step(rig, device, Phase(name), first, second)
+    elif name.startswith("leave"):
+        step(rig, device, Phase(name.removeprefix("leave ")), first, 0, second)
+    elif name == "truncate":
+        rig.truncate(min(first, rig.committed))
+    else:
+        rig.kv.publish_dirty()
+
+
+@settings(max_examples=60)
+@given(
+    geometry=st.sampled_from([ROTATED, PLAIN]),
+    prefill=st.floats(0, 0.6), decode=st.floats(0, 0.6),
+    ring_slots=st.sampled_from([0, 0, 1, 2, 5, 9]), run_pages=st.sampled_from([0, 0, 1, 3, 8]),
+    tokens=st.integers(0, CONTEXT - 40), seed=st.integers(0, 999),
+    moves=st.lists(MOVES, max_size=12),
+)
+def test_every_access_is_ordered_by_streams_and_fences(
+    geometry: PageGeometry, prefill: float, decode: float, ring_slots: int, run_pages: int, tokens: int, seed: int,
+    moves: list[Move],
+) -> None:
+    """Copies and kernels that touch one page are ordered by what they waited for, on streams that all run freely."""
+    device = TracedDevice(geometry, seed)
+    rig = Rig(
+        geometry, CONTEXT, Pools.between(CONTEXT, prefill, decode), device, ring_slots=ring_slots, run_pages=run_pages
+    )
+    device.committed_tokens = lambda: rig.kv.cache.committed
+    try:
+        while rig.committed < tokens:
+            step(rig, device, Phase.PREFILL, PREFILL_ROWS, min(PREFILL_ROWS, tokens - rig.committed))
+        for move in moves:
+            carry_out(rig, device, move)
+        rig.publish_all()
+        rig.check_history()
+    finally:
+        rig.close()
+
+
+def test_the_tracer_finds_a_missing_wait() -> None:
+    """A copy into a slot that is being read, a read of one that is being filled: each is found, and each wait cures it."""
+    device = TracedDevice(ROTATED, 0)
+    a, b = 4096, 8192
+    device.access("compute", writes=[a])
+    with pytest.raises(AssertionError, match="copy uses a place that compute may still be writing"):
+        device.access("copy", writes=[a])
+    device.copy.wait(device.compute.record())
+    device.access("copy", writes=[a])
+    with pytest.raises(AssertionError, match="compute uses a place that copy may still be writing"):
+        device.access("compute", reads=[a])
+    device.compute.wait(device.copy.record())
+    device.access("compute", reads=[a])
+    with pytest.raises(AssertionError, match="copy writes to a place that compute may still be reading"):
+        device.access("copy", writes=[a])
+    with pytest.raises(AssertionError, match="never written"):
+        device.access("compute", reads=[b])
+    device.compute.synchronize()
+    device.access("publish", writes=[a])
+    device.close()

@@ -1,0 +1,183 @@
+"""Streamer: runs arrive in order, ahead of attention, through a ring of any size and over changes of the schedule."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvs_core.device.base import Buffer
+from kvs_core.device.host.device import HostDebug, HostDevice
+from kvs_core.errors import DeviceError
+from kvs_core.paging.schedule import Run
+from kvs_core.streaming.history import HostHistory
+from kvs_core.streaming.streamer import Streamer
+from tests.streaming.rig import LAYERS, ROTATED
+
+PAGES = 40
+RING = 24
+
+
+class Bench:
+    """A history of known pages and a streamer on a ring of at most ``RING`` slots."""
+
+    def __init__(self, debug: HostDebug) -> None:
+        self.device = HostDevice(1, debug=debug)
+        self.history = HostHistory(self.device, ROTATED, LAYERS, PAGES)
+        self.history.ensure(PAGES)
+        for layer in range(LAYERS):
+            for page in range(PAGES):
+                self.history.page(layer, page)[:] = self.value(layer, page)
+        self.pool = np.zeros((RING, ROTATED.page_bytes), np.uint8)
+        self.streamer = Streamer(self.device, self.history, self.view)
+
+    @staticmethod
+    def value(layer: int, page: int) -> int:
+        return layer * PAGES + page + 1
+
+    def view(self, first_slot: int, slots: int) -> Buffer:
+        return self.pool[first_slot : first_slot + slots].reshape(-1)
+
+    def plan(self, cuts: list[int], ring: int, run: int) -> None:
+        self.streamer.replan([range(cut) for cut in cuts], ring_slots=ring, run_pages=run)
+
+    def read(self, run: Run) -> None:
+        """What attention does: wait, read every page, release."""
+        self.streamer.acquire(run)
+        for i, slot in enumerate(run.slots):
+            assert (self.pool[slot] == self.value(run.layer, run.first_page + i)).all()
+        self.streamer.release(run)
+
+    def step(self) -> None:
+        for run in self.streamer.schedule.runs:
+            self.read(run)
+
+    def close(self) -> None:
+        self.device.close()
+        self.history.close()
+
+
+Made = Callable[[HostDebug], Bench]
+
+
+@pytest.fixture
+def bench() -> Iterator[Made]:
+    made: list[Bench] = []
+
+    def make(debug: HostDebug) -> Bench:
+        made.append(Bench(debug))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+cuts = st.lists(st.integers(0, 9).map(lambda groups: 4 * groups), min_size=LAYERS, max_size=LAYERS)
+
+
+@settings(max_examples=30)
+@given(
+    changes=st.lists(st.tuples(cuts, st.integers(1, RING), st.integers(1, 12)), min_size=1, max_size=6),
+    seed=st.integers(0, 999),
+)
+def test_attention_reads_the_right_bytes_from_every_slot(changes: list[tuple[list[int], int, int]], seed: int) -> None:
+    """Slow copies, slots poisoned once read, steps left half way, schedules changed: each page is there when it is read."""
+    dice = random.Random(seed)
+    one = Bench(HostDebug(copy_delay=lambda: dice.choice((0.0, 0.0, 0.0005)), poison=True))
+    try:
+        for of, ring, run in changes:
+            one.plan(of, ring, run)
+            for _ in range(dice.randint(0, 2)):
+                one.step()
+            if one.streamer.schedule.runs and dice.random() < 0.3:
+                for each in one.streamer.schedule.runs[: dice.randint(1, 3)]:
+                    one.read(each)
+                one.streamer.empty()
+                one.streamer.pump()
+    finally:
+        one.close()
+
+
+def test_the_ring_fills_before_anyone_reads_and_on_into_the_next_step(bench: Made) -> None:
+    """The link needs no request: it runs ahead as far as the ring goes, over the end of the step."""
+    one = bench(HostDebug())
+    one.plan([12, 12], 16, 4)
+    assert one.device.counters().copy_bytes == 16 * ROTATED.page_bytes
+    one.step()
+    assert one.device.counters().copy_bytes == (24 + 16) * ROTATED.page_bytes
+    one.step()
+    assert one.device.counters().copy_bytes == (48 + 16) * ROTATED.page_bytes
+
+
+def test_a_ring_larger_than_the_step_copies_no_page_twice(bench: Made) -> None:
+    """At most one step's runs lie in the ring."""
+    one = bench(HostDebug())
+    one.plan([4, 4], RING, 4)
+    assert one.device.counters().copy_bytes == 8 * ROTATED.page_bytes
+    one.step()
+    assert one.device.counters().copy_bytes == 16 * ROTATED.page_bytes
+
+
+def test_a_changed_schedule_keeps_its_head(bench: Made) -> None:
+    """Runs copied ahead that are still the first are not copied again."""
+    one = bench(HostDebug())
+    one.plan([12, 12], 16, 4)
+    one.plan([12, 16], 16, 4)
+    assert one.device.counters().copy_bytes == 16 * ROTATED.page_bytes
+    one.plan([12, 16], 8, 4)
+    assert one.device.counters().copy_bytes == 16 * ROTATED.page_bytes
+    one.step()
+    one.plan([8, 16], 8, 4)   # the ring holds pages [0, 8) of layer 0: all that is left of that layer
+    assert one.device.counters().copy_bytes == (16 + 20 + 8) * ROTATED.page_bytes
+    one.step()
+
+
+def test_runs_are_read_in_the_order_of_the_schedule(bench: Made) -> None:
+    """Another order, a run read twice, a release without its run: broken invariants that are noticed."""
+    one = bench(HostDebug())
+    one.plan([12, 4], 16, 4)
+    first, second, *_ = one.streamer.schedule.runs
+    with pytest.raises(AssertionError):
+        one.streamer.acquire(second)
+    one.streamer.acquire(first)
+    with pytest.raises(AssertionError):
+        one.streamer.acquire(first)
+    with pytest.raises(AssertionError):
+        one.streamer.release(second)
+    one.streamer.release(first)
+    with pytest.raises(AssertionError, match="being read"):
+        one.plan([12, 4], 8, 4)
+
+
+def test_starved_is_told_once(bench: Made) -> None:
+    """A ring with room for one run only makes attention wait; a ring that holds all does not."""
+    one = bench(HostDebug(copy_delay=lambda: 0.002))
+    one.plan([8, 8], 4, 4)
+    one.step()
+    assert one.streamer.take_starved()
+    assert not one.streamer.take_starved()
+    one.plan([8, 8], RING, 4)
+    one.device.copy.synchronize()
+    one.step()
+    assert not one.streamer.take_starved()
+
+
+@pytest.mark.parametrize("failing", [0, 1, 3, 6])
+def test_a_failed_copy_is_an_error_for_whoever_reads_it_and_nothing_hangs(bench: Made, failing: int) -> None:
+    """Reads before it are good; it and all after it raise, also after the ring was emptied and planned anew."""
+    one = bench(HostDebug(poison=True, fail_copy_at=failing))
+    with pytest.raises(DeviceError, match=f"copy {failing} .* failed"):   # noqa: PT012
+        one.plan([12, 12], 8, 4)
+        for _ in range(3):
+            one.step()
+    for _ in range(2):
+        with pytest.raises(DeviceError, match=f"copy {failing} .* failed"):
+            one.streamer.empty()
+        with pytest.raises(DeviceError, match=f"copy {failing} .* failed"):   # noqa: PT012
+            one.plan([12, 16], 8, 4)
+            one.step()
