@@ -98,7 +98,7 @@ def _generate(
         text="".join(piece.text for piece in pieces),
         stop_reason=stop_reason,
         seed=sampler.seed_used,
-        seed_is_random=sampler.params.seed == RANDOM_SEED,
+        seed_is_random=sampler.params.seed == RANDOM_SEED and sampler.params.temperature > 0,
         timings=Timings.between(start_s, loaded_s, prompt_done_s, token_s, len(prompt)),
         kv=report,
         decode_h2d_bytes=report.h2d_bytes - prompt_h2d_bytes,

@@ -107,7 +107,7 @@ class RopeTable:
 
 @dataclass(frozen=True, slots=True)
 class GdnShape:
-    """Sizes of a Gated DeltaNet layer: ``v_heads`` states of [d_k, d_v] over ``k_heads`` key heads (v head i: key head i % k_heads)."""
+    """Sizes of a Gated DeltaNet layer: ``v_heads`` states of [d_k, d_v]; v head i uses key head ``i % k_heads``."""
 
     k_heads: int
     v_heads: int
@@ -142,7 +142,7 @@ class GdnState:
 
 @dataclass(frozen=True, slots=True)
 class GdnWeights:
-    """conv [conv_taps, channels]; dt_bias, a [v_heads]; norm [d_v]; all float32 buffers. eps of the L2 and RMS norms."""
+    """conv [conv_taps, channels]; dt_bias, a [v_heads]; norm [d_v]; all float32. eps: of the L2 and RMS norms."""
 
     conv: Buffer
     dt_bias: Buffer
@@ -195,11 +195,14 @@ class Ops(Protocol):
         ...
 
     def rope(self, x: Buffer, first_position: int, table: RopeTable) -> None:
-        """Turn the first n_rot values of each head in place; row t stands at position first_position + t.   x [T, H, D]"""
+        """Turn the first n_rot values of each head in place; row t is at first_position + t.   x [T, H, D]"""
         ...
 
     def hadamard(self, x: Buffer, block: int) -> None:
-        """x [T, H, D] times an orthonormal Walsh-Hadamard matrix (Sylvester order) per ``block`` values, in place; its own inverse"""
+        """x [T, H, D] times an orthonormal Walsh-Hadamard matrix (Sylvester order) per ``block`` values, in place.
+
+        The matrix is its own inverse.
+        """
         ...
 
     def scale(self, x: Buffer, factor: float) -> None:
@@ -211,17 +214,22 @@ class Ops(Protocol):
         ...
 
     def kv_write(self, k: Buffer, v: Buffer, pool: Buffer, geometry: PageGeometry, spans: Sequence[RowSpan]) -> None:
-        """Store rows (already rotated where the geometry says so) in the pages' format.   k [T, G, Dk]; v [T, G, Dv]; pool [slots, page_bytes] uint8"""
+        """Store rows (already rotated where the geometry says so) in the pages' format.
+
+        k [T, G, Dk]; v [T, G, Dv]; pool [slots, page_bytes] uint8
+        """
         ...
 
     def attend_decode(
-        self, q: Buffer, pool: Buffer, geometry: PageGeometry, parts: Sequence[GroupPart], scratch: Buffer, *, first_position: int
+        self, q: Buffer, pool: Buffer, geometry: PageGeometry, parts: Sequence[GroupPart], scratch: Buffer, *,
+        first_position: int,
     ) -> None:
         """Add the attention of T rows over each part's pages to its scratch row; row t sees keys <= first_position + t.
 
         q        [T, H, Dk] scaled, rotated like K
         scratch  [rows, T, H, Dv + 2] float32: acc, l, m (running, un-normalised softmax)
-        A group's pages are folded one by one in logical order, so the bits do not depend on slots or on how a group is split.
+        A group's pages are added one by one in logical order, so the bits do not depend on slots, nor on how a group is
+        split into calls.
         The caller has waited for ready of every slot; it records consumed after this call.
         """
         ...
@@ -235,7 +243,8 @@ class Ops(Protocol):
         ...
 
     def attend_prefill(
-        self, q: Buffer, pool: Buffer, geometry: PageGeometry, pages: Sequence[PageRef], running: Buffer, *, fresh: bool, first_position: int
+        self, q: Buffer, pool: Buffer, geometry: PageGeometry, pages: Sequence[PageRef], running: Buffer, *,
+        fresh: bool, first_position: int,
     ) -> None:
         """Add T rows' attention over consecutive pages to the running partial, page by page in logical order.
 
@@ -248,24 +257,25 @@ class Ops(Protocol):
         ...
 
     def gdn_decode(
-        self, qkv: Buffer, z: Buffer, alpha: Buffer, beta: Buffer, weights: GdnWeights, shape: GdnShape, state: GdnState, out: Buffer,
-        *, bank: int, pending: int
+        self, qkv: Buffer, z: Buffer, alpha: Buffer, beta: Buffer, weights: GdnWeights, shape: GdnShape,
+        state: GdnState, out: Buffer, *, bank: int, pending: int,
     ) -> None:
         """Gated DeltaNet rows with deferred commit.
 
-        First applies rows [0, pending) saved in ``bank`` to ``state`` and ``conv`` and stores those; then computes its own
-        T rows on a copy, without storing the state, and saves them in the other bank.
+        First applies rows [0, pending) saved in ``bank`` to ``state`` and ``conv`` and stores those; then computes its
+        own T rows on a copy, without storing the state, and saves them in the other bank.
         qkv [T, channels] before the convolution; z [T, v_heads * d_v]; alpha, beta [T, v_heads] raw projections;
         out [T, v_heads * d_v]: normed and gated by silu(z).   Source: Yang et al., Gated Delta Networks, 2024.
         """
         ...
 
     def gdn_apply(self, shape: GdnShape, state: GdnState, *, bank: int, pending: int) -> None:
-        """Apply rows [0, pending) saved in ``bank`` to the state, with the bits ``gdn_decode`` would give, and store it."""
+        """Apply rows [0, pending) saved in ``bank`` to the state and store it: the bits that ``gdn_decode`` gives."""
         ...
 
     def gdn_prefill(
-        self, qkv: Buffer, z: Buffer, alpha: Buffer, beta: Buffer, weights: GdnWeights, shape: GdnShape, state: GdnState, out: Buffer
+        self, qkv: Buffer, z: Buffer, alpha: Buffer, beta: Buffer, weights: GdnWeights, shape: GdnShape,
+        state: GdnState, out: Buffer,
     ) -> None:
         """The same for many rows, in chunks, storing the state after the last one. No rows may be pending."""
         ...
@@ -317,7 +327,7 @@ class Device(Protocol):
         ...
 
     def prepare_weights(self, infos: Sequence[TensorInfo], progress: Progress | None = None) -> None:
-        """Decide once, for all matrices of the model, how they are held, and do the loading work; before ``load_matrix``."""
+        """Decide how the matrices of a model are held, and do the loading work. Once, before ``load_matrix``."""
         ...
 
     def enqueue_copy(self, dst: Buffer, src: Buffer, stream: Stream) -> None:
@@ -325,7 +335,7 @@ class Device(Protocol):
         ...
 
     def discard(self, buffer: Buffer) -> None:
-        """The contents are no longer needed and will be overwritten before they are read (a debug device poisons them)."""
+        """The contents will be overwritten before they are read again (a debug device poisons them)."""
         ...
 
     def download(self, buffer: Buffer) -> np.ndarray:

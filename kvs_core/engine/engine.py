@@ -119,7 +119,7 @@ class Engine:
         return int(self._handover.layout.workspace["logits"].shape[0])
 
     def enter(self, phase: Phase) -> None:
-        """Change the arena's layout to ``phase`` if it is another. On failure the session goes on in the old one or is closed."""
+        """Change the arena's layout to ``phase`` if it is another. After an error: see ``Handover.change``."""
         if self.phase is not phase:
             self._handover.change(phase)
 
@@ -170,7 +170,8 @@ class Step:
         self._settled = False
         try:
             batch = Batch(tokens, self._kv.first_position, phase)
-            self._hidden: Buffer = engine._model.forward(batch, self._kv, engine._state, engine._handover.layout.workspace)
+            workspace = engine._handover.layout.workspace
+            self._hidden: Buffer = engine._model.forward(batch, self._kv, engine._state, workspace)
         except BaseException:
             self._drop()
             raise

@@ -32,8 +32,9 @@ class Token:
 def generate(
     session: Session, sampler: Sampler, logits: np.ndarray, *, n_predict: int, eog_ids: frozenset[int], n_probs: int = 0
 ) -> Iterator[Token]:
-    """Tokens that follow ``logits`` [V], the last prompt token's. ``n_predict`` -1: until the model or the context ends.
+    """Tokens that follow ``logits`` [V], those of the last prompt token.
 
+    n_predict  tokens at most; -1: until the model or the context ends
     The last token of the text is sampled but not run: nothing follows it. The context ends the text when prompt and
     generated tokens fill it, as in llama-server.
     """

@@ -202,7 +202,7 @@ def _byte_bpe(vocabulary: Vocabulary, pre: PreTokenizer) -> Callable[[str], list
     n_vocab = len(vocabulary.ids)
     absent = [char for char in _BYTE_CHARS if char not in vocabulary.ids]
     if absent:
-        _LOG.info("%s: bytes %s have no token; text loses them", vocabulary.source,
+        _LOG.debug("%s: bytes %s have no token; text loses them", vocabulary.source,
                   bytes(_CHAR_BYTES[char] for char in absent).hex(" "))  # fmt: skip
     # Such a byte must still keep its neighbours apart, so it gets an id beyond the vocabulary, dropped at the end.
     ids = vocabulary.ids | {char: n_vocab + i for i, char in enumerate(absent)}

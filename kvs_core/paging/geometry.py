@@ -1,7 +1,7 @@
 """The only place where tokens become bytes and offsets, for the writer and the reader of a page alike.
 
-A page is ``page_tokens`` consecutive positions of ONE attention layer, contiguous. Per KV head it holds a K part, then a
-V part; a part is its head's rows in position order, each row ``head_dim`` values in the blocks of its ``KvType``:
+A page is ``page_tokens`` consecutive positions of ONE attention layer, contiguous. Per KV head it holds a K part, then
+a V part; a part is its head's rows in position order, each row ``head_dim`` values in the blocks of its ``KvType``:
 
     page   | head 0: K rows 0..P-1 | head 0: V rows 0..P-1 | head 1: K rows ... | ...
 

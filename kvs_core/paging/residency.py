@@ -18,7 +18,7 @@ from kvs_core.units import align_up, ceil_div, mib_ceil
 
 _COPY_BYTES = 4 << 20        # a copy of this size reaches the link's rate (53.5 of 55.3 GB/s, PCIe 5.0 x16)
 _COOL_DOWN_STEPS = 8         # steps between two changes of the ring
-_RING_SHARE = 4              # a computed ring takes at most this part of the pool: a resident page saves a copy per step
+_RING_SHARE = 4              # a computed ring takes at most a fourth of the pool: a resident page saves copies
 _EASE_STEPS = 256            # steps without starvation before the ring gives a run's slots back
 
 

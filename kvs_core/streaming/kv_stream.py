@@ -182,8 +182,8 @@ class KvStream:
 
     def _row_spans(self, layer: int, first: int, rows: int) -> list[RowSpan]:
         # Before its rows are written, and so before attention too: a page that was cut short may be coming back.
-        for page in [page for page in self._promoted if page.layer == layer]:
-            self._wait_promoted(page)
+        for coming in [page for page in self._promoted if page.layer == layer]:
+            self._wait_promoted(coming)
         spans = []
         size = self.geometry.page_tokens
         position = first

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.engine.compare import Distance, log_softmax, ours, session, theirs
+from kvs_cli.app import main
+from tests.engine.compare import Distance, log_softmax, ours, theirs
 from tests.engine.tiny import text
 from tests.support import llamacpp
 
@@ -77,7 +79,8 @@ def test_tiny_models_with_quantised_kv(tiny_llama: Path, tiny_qwen35: Path, arch
 
 def test_real_model(smollm2_float_path: Path, document: list[int]) -> None:
     """SmolLM2 in float32."""
-    distance = Distance.between(ours(smollm2_float_path, document, decode_from=496), theirs(smollm2_float_path, document))
+    got = ours(smollm2_float_path, document, decode_from=496)
+    distance = Distance.between(got, theirs(smollm2_float_path, document))
     assert distance.largest < SAME_MATHS
 
 
@@ -106,38 +109,35 @@ def test_real_model_as_it_comes(smollm2_path: Path, document: list[int]) -> None
     assert distance.same_top >= 0.95
 
 
-def prompts(model: llamacpp.Model) -> dict[str, list[int]]:
-    """Five kinds of prompt, as tokens."""
-    chat = (
-        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
-        "<|im_start|>user\nWhy is the sky blue? Explain it to a child.<|im_end|>\n<|im_start|>assistant\n"
-    )
-    tokens = {
-        "chat": model.tokenize(chat),
-        "code": model.tokenize(CODE),
-        "unicode": model.tokenize("Grüße aus Köln, 東京 и Москва — naïve café, Ωmega, 🚀🌍. Continue: Ünïcödé "),
-        "long": model.tokenize(PROSE + PROSE)[:1500],
-        "nearly empty": model.tokenize("."),
-    }
-    assert len(tokens["long"]) == 1500
-    return tokens
+PROMPTS = {
+    "chat": "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+    "<|im_start|>user\nWhy is the sky blue? Explain it to a child.<|im_end|>\n<|im_start|>assistant\n",
+    "code": CODE,
+    "unicode": "Grüße aus Köln, 東京 и Москва — naïve café, Ωmega, 🚀🌍. Continue: Ünïcödé ",
+    "long": " ".join((PROSE * 2).split(" ")[:1210]),   # 1,500 tokens
+    "nearly empty": ".",
+}
 
 
-@pytest.mark.parametrize("name", ["chat", "code", "unicode", "long", "nearly empty"])
-def test_greedy_text(smollm2_float_path: Path, name: str) -> None:
-    """128 greedy tokens are llama.cpp's, or part where its two best tokens are within ``CLOSE_TOPS``."""
-    with llamacpp.Model(smollm2_float_path) as model, model.context(n_ctx=2048) as context:
-        prompt = prompts(model)[name]
-        their_rows = [context.decode(prompt)[-1]]
-        with session(smollm2_float_path) as run:
-            our_row = run.prefill(prompt)[0]
-            for _ in range(128):
-                mine, other = int(our_row.argmax()), int(their_rows[-1].argmax())
-                if mine != other:
-                    best = np.sort(log_softmax(their_rows[-1]))[-2:]
-                    assert best[1] - best[0] < CLOSE_TOPS
-                    return
-                if model.is_end(mine):
-                    return
-                our_row = run.decode(mine)
-                their_rows = [context.decode([mine])[-1]]
+@pytest.mark.parametrize("name", PROMPTS)
+def test_greedy_text(
+    smollm2_float_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """``kvs run --temp 0 -n 128`` gives llama.cpp's tokens, or parts where its two best are within ``CLOSE_TOPS``."""
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text(PROMPTS[name])
+    arguments = ["-m", str(smollm2_float_path), "-ctk", "f32", "-ctv", "f32", "-c", "2048", "-t", "1"]
+    assert main(["run", str(prompt), "--json", "--temp", "0", "-n", "128", *arguments]) == 0
+    result = json.loads(capsys.readouterr().out)
+    with llamacpp.Model(smollm2_float_path) as model, model.context(n_ctx=2048, n_threads=1) as context:
+        tokens = model.tokenize(PROMPTS[name])
+        assert len(tokens) == result["prompt_tokens"]
+        ids = result["token_ids"]
+        logits = context.decode(tokens + ids[:-1])[len(tokens) - 1 :]
+        assert result["stop_reason"] == ("eos" if model.is_end(ids[-1]) else "length")
+    assert result["stop_reason"] == "eos" or len(ids) == 128
+    for token, row in zip(ids, log_softmax(logits), strict=True):
+        if token != row.argmax():
+            best = np.sort(row)[-2:]
+            assert best[1] - best[0] < CLOSE_TOPS
+            return

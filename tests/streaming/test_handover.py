@@ -114,9 +114,8 @@ def test_a_failure_after_the_commit_closes_the_session(
         one.step(Phase.DECODE, 8, 3)
         leases = one.handover.layout.leases
         order.at = (step, when)
-        with pytest.raises(DeviceError, match=r"prefill phase failed \(as asked for\); the session is closed") as caught:
+        with pytest.raises(DeviceError, match=r"prefill phase failed \(as asked for\); the session is closed"):
             one.handover.change(Phase.PREFILL)
-        assert "\n" not in str(caught.value)
         for phase in Phase:
             with pytest.raises(DeviceError, match="session is closed"):
                 one.handover.change(phase)

@@ -80,7 +80,7 @@ def test_nothing_is_held_until_it_is_used() -> None:
 
 
 def test_the_next_slab_is_pinned_ahead_by_a_helper() -> None:
-    """Once the last slab is more than half full the helper pins the next, for every layer, so that growth pins nothing."""
+    """Once the last slab is more than half full the helper pins the next, for every layer: growth pins nothing."""
     with history(1024) as (device, made):
         made.ensure(2)
         assert by_thread(device, helper=True) == 0

@@ -1,4 +1,4 @@
-"""KvStream without a model: exact for any pool, ring, run and copy timing, with a complete history, whatever is done to it."""
+"""KvStream without a model: exact for any pool, ring, run and copy timing, and its history is complete."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from kvs_core.device.host.device import HostDebug, HostDevice
 from kvs_core.errors import BudgetError, ContextError
 from kvs_core.memory.phases import Phase
 from kvs_core.paging.slots import PageId
+from kvs_core.streaming.kv_stream import KvStep
 from tests.streaming.rig import DECODE_ROWS, LAYERS, PAGE, PLAIN, PREFILL_ROWS, ROTATED, Pools, Rig, rig
 
 CONTEXT = 640
@@ -144,7 +145,7 @@ def test_full_pages_come_home_by_themselves(seed: int, pool: float, keeps: list[
 
 
 def test_a_page_cut_short_is_written_to_only_after_it_has_come_back() -> None:
-    """Truncated into a streamed page, the page comes back by a copy; rows written to it are not overwritten by that copy."""
+    """Truncated into a streamed page, the page comes back by a copy, which does not overwrite the rows that follow."""
     slow = HostDebug(copy_delay=lambda: 0.003, poison=True)
     with rig(CONTEXT, debug=slow) as one:
         one.prefill(CONTEXT - 64)
@@ -210,13 +211,18 @@ def test_a_step_can_be_used_only_while_it_is_open() -> None:
         one.step(Phase.PREFILL, 40)
 
 
+def fail_half_way(step: KvStep) -> None:
+    rows = np.ones((8, 1, 64), np.float32)
+    step.layer(0).write(rows, rows.copy())
+    raise ZeroDivisionError
+
+
 def test_an_error_in_the_model_drops_the_step() -> None:
     """The error passes through, and the cache stands at its last commit."""
     with rig(debug=hostile(1)) as one:
         one.prefill(300)
         with pytest.raises(ZeroDivisionError), one.kv.begin(8, Phase.PREFILL) as step:
-            step.layer(0).write(np.ones((8, 1, 64), np.float32), np.ones((8, 1, 64), np.float32))
-            raise ZeroDivisionError
+            fail_half_way(step)
         one.check_frontiers()
         one.step(Phase.DECODE, 8)
         one.publish_all()

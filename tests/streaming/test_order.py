@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvs_core.memory.phases import Phase
 from kvs_core.paging.geometry import PageGeometry
+from kvs_core.streaming.history import HostHistory
+from kvs_core.streaming.streamer import Streamer
 from tests.streaming.rig import DECODE_ROWS, LAYERS, PLAIN, PREFILL_ROWS, ROTATED, Pools, Rig
 from tests.streaming.traced import TracedDevice
 
@@ -55,7 +60,7 @@ def carry_out(rig: Rig, device: TracedDevice, move: Move) -> None:
 @settings(max_examples=60)
 @given(
     geometry=st.sampled_from([ROTATED, PLAIN]),
-    prefill=st.floats(0, 0.6), decode=st.floats(0, 0.6),
+    prefill=st.floats(0, 1), decode=st.floats(0, 1),
     ring_slots=st.sampled_from([0, 0, 1, 2, 5, 9]), run_pages=st.sampled_from([0, 0, 1, 3, 8]),
     tokens=st.integers(0, CONTEXT - 40), seed=st.integers(0, 999),
     moves=st.lists(MOVES, max_size=12),
@@ -81,8 +86,47 @@ def test_every_access_is_ordered_by_streams_and_fences(
         rig.close()
 
 
+@settings(max_examples=100)
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(1, 24), st.integers(1, 9)), max_size=6),
+    st.integers(0, 999),
+)
+def test_ring_slots_come_and_go_in_order(changes: list[tuple[int, int, int, int]], seed: int) -> None:
+    """A ring that grows over slots in use until now, and shrinks again; steps left between reading and releasing."""
+    dice = random.Random(seed)
+    device = TracedDevice(ROTATED, seed)
+    history = HostHistory(device, ROTATED, LAYERS, 40)
+    history.ensure(40)
+    for layer in range(LAYERS):
+        for page in range(40):
+            device.access("publish", writes=[history.page(layer, page).ctypes.data])
+    device.publish.synchronize()
+    pool = np.zeros((24, ROTATED.page_bytes), np.uint8)
+    streamer = Streamer(device, history, lambda first, slots: pool[first : first + slots].reshape(-1))
+    try:
+        for first_groups, second_groups, ring, run_pages in changes:
+            device.touch(pool, range(len(streamer._ring), 24))
+            streamer.replan([range(4 * first_groups), range(4 * second_groups)], ring_slots=ring, run_pages=run_pages)
+            for _ in range(dice.randint(0, 3)):
+                runs = streamer.schedule.runs
+                until = dice.randint(0, len(runs)) if dice.random() < 0.5 else len(runs)
+                for run in runs[:until]:
+                    streamer.acquire(run)
+                    device.access("compute", reads=[int(pool[slot].ctypes.data) for slot in run.slots])
+                    if run is runs[until - 1] and until < len(runs) and dice.random() < 0.5:
+                        break
+                    streamer.release(run)
+                if until < len(runs):
+                    streamer.empty()
+                    streamer.pump()
+            device.touch(pool, range(len(streamer._ring), 24))
+    finally:
+        device.close()
+        history.close()
+
+
 def test_the_tracer_finds_a_missing_wait() -> None:
-    """A copy into a slot that is being read, a read of one that is being filled: each is found, and each wait cures it."""
+    """A copy into a slot that is being read, a read of one that is being filled: found, and cured by a wait."""
     device = TracedDevice(ROTATED, 0)
     a, b = 4096, 8192
     device.access("compute", writes=[a])

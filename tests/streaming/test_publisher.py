@@ -81,7 +81,7 @@ def test_the_frontier_moves_only_when_all_layers_have_arrived(bench: Bench) -> N
 
 
 def test_waiting_for_a_page_does_not_wait_for_later_ones(bench: Bench) -> None:
-    """``wait_for`` returns while younger batches are on their way; ``poll`` never blocks; ``wait_all`` takes the rest."""
+    """``wait_for`` returns while younger batches are under way; ``poll`` never blocks; ``wait_all`` takes the rest."""
     bench.send(0, PAGE)
     bench.send(1, 2 * PAGE)
     bench.let(LAYERS)

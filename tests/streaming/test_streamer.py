@@ -86,7 +86,7 @@ cuts = st.lists(st.integers(0, 9).map(lambda groups: 4 * groups), min_size=LAYER
     seed=st.integers(0, 999),
 )
 def test_attention_reads_the_right_bytes_from_every_slot(changes: list[tuple[list[int], int, int]], seed: int) -> None:
-    """Slow copies, slots poisoned once read, steps left half way, schedules changed: each page is there when it is read."""
+    """Slow copies, slots poisoned once read, steps left half way, changed schedules: pages are there when read."""
     dice = random.Random(seed)
     one = Bench(HostDebug(copy_delay=lambda: dice.choice((0.0, 0.0, 0.0005)), poison=True))
     try:

@@ -1,4 +1,4 @@
-"""A device on which nothing is ordered but by streams and fences: it finds every access that a wait should have ordered.
+"""A device on which only streams and fences order anything: it finds every access that lacks a wait.
 
 The host's compute stream is the calling thread, which hides a missing wait of a copy for the compute stream. Here each
 stream, and the host, keeps a clock per stream of what it knows to be done (vector clocks). Every page-sized place in
