@@ -44,11 +44,6 @@ class PageTable:
     def __iter__(self) -> Iterator[PageId]:
         return iter(self._slot_of)
 
-    @property
-    def free_slots(self) -> int:
-        """Slots that hold neither a resident page nor belong to the ring."""
-        return self.pool_slots - self.ring_slots - len(self._slot_of)
-
     def slot_of(self, page: PageId) -> int:
         """The slot of a resident page; ``KeyError`` if it is not resident."""
         return self._slot_of[page]
@@ -56,10 +51,6 @@ class PageTable:
     def holds(self, page: PageId) -> bool:
         """True if the page is resident."""
         return page in self._slot_of
-
-    def page_at(self, slot: int) -> PageId | None:
-        """The resident page in ``slot``, if any."""
-        return self._page_at.get(slot)
 
     def assign(self, page: PageId) -> int:
         """Make a page resident in the highest free slot."""
@@ -75,9 +66,9 @@ class PageTable:
         heapq.heappush(self._free, -slot)
         return slot
 
-    def free_slot(self, within: range) -> int | None:
-        """The highest free slot within a range, or None."""
-        return max((slot for slot in within if self._is_free(slot)), default=None)
+    def free_slots(self, within: range) -> list[int]:
+        """The free slots within a range, ascending."""
+        return [slot for slot in within if self._is_free(slot)]
 
     def move_to(self, page: PageId, slot: int) -> None:
         """Give a resident page that free slot."""
@@ -98,10 +89,6 @@ class PageTable:
         self.ring_slots, self.pool_slots = ring_slots, pool_slots
         self._free = [-slot for slot in range(ring_slots, pool_slots) if slot not in self._page_at]
         heapq.heapify(self._free)
-
-    def pages_of(self, layer: int) -> list[int]:
-        """The resident pages of a layer, ascending."""
-        return sorted(page.page for page in self._slot_of if page.layer == layer)
 
     def _is_free(self, slot: int) -> bool:
         return self.ring_slots <= slot < self.pool_slots and slot not in self._page_at

@@ -11,7 +11,7 @@ of its own and the partials fold in an order that logical positions alone decide
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvs_core.paging.geometry import GROUP_PAGES, SEGMENT_GROUPS, group_of
@@ -30,6 +30,18 @@ class RowSpan:
     page_row: int
     step_row: int
     rows: int
+
+
+def row_spans(first: int, rows: int, page_tokens: int, slot_of: Callable[[int], int]) -> list[RowSpan]:
+    """Where the rows at positions [first, first + rows) go; ``slot_of`` tells the slot of a page."""
+    spans = []
+    position = first
+    while position < first + rows:
+        page, page_row = divmod(position, page_tokens)
+        count = min(page_tokens - page_row, first + rows - position)
+        spans.append(RowSpan(slot_of(page), page_row, position - first, count))
+        position += count
+    return spans
 
 
 @dataclass(frozen=True, slots=True)

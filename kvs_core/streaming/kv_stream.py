@@ -22,7 +22,7 @@ from kvs_core.paging.cache import LogicalCache
 from kvs_core.paging.geometry import PageGeometry
 from kvs_core.paging.residency import Observation, ResidencyConfig, ResidencyState, residency_step
 from kvs_core.paging.slots import PageId, PageTable
-from kvs_core.paging.spans import AttendCall, Chunk, PageRef, RowSpan, SpanPlan, plan_decode_calls
+from kvs_core.paging.spans import AttendCall, Chunk, PageRef, RowSpan, SpanPlan, plan_decode_calls, row_spans
 from kvs_core.streaming.history import HostHistory
 from kvs_core.streaming.layer_kv import AttentionScratch, LayerKv
 from kvs_core.streaming.publisher import Publisher
@@ -66,7 +66,7 @@ class KvStream:
         self._step: KvStep | None = None
         self._repartitions = 0
         self._scheduled: tuple[tuple[int, ...], int] | None = None
-        self._gap_s = 0.0
+        self._gap_s = self._last_gap_s = 0.0
 
     # Layout: called at start and by a hand-over, between steps.
 
@@ -85,6 +85,7 @@ class KvStream:
         assert self._step is None
         if self._pool is None or pool_slots >= self._table.pool_slots:
             return
+        self._publish_full()
         self._apply(self._decide(pool_slots, self.cache.committed, self._pages), pool_slots, self._pages)
 
     def drain(self) -> None:
@@ -184,20 +185,14 @@ class KvStream:
         # Before its rows are written, and so before attention too: a page that was cut short may be coming back.
         for coming in [page for page in self._promoted if page.layer == layer]:
             self._wait_promoted(coming)
-        spans = []
-        size = self.geometry.page_tokens
-        position = first
-        while position < first + rows:
-            page, row = divmod(position, size)
-            count = min(size - row, first + rows - position)
-            spans.append(RowSpan(self._table.slot_of(PageId(layer, page)), row, position - first, count))
-            position += count
-        return spans
+        return row_spans(first, rows, self.geometry.page_tokens, lambda page: self._table.slot_of(PageId(layer, page)))
 
     def _step_closed(self, longest_gap_s: float) -> None:
         self._step = None
         if longest_gap_s > 0:
-            self._gap_s = longest_gap_s
+            # The shorter of two: a ring follows what the steps have in common, not the one that was interrupted.
+            self._gap_s = min(longest_gap_s, self._last_gap_s)
+            self._last_gap_s = longest_gap_s
 
     # Deciding and carrying out.
 
@@ -256,10 +251,10 @@ class KvStream:
         if moving:
             self._publisher.wait_all()
             self._device.copy.wait(self._device.compute.record())
+        targets = self._table.free_slots(range(max(ring_slots, self._table.ring_slots), pool_slots))
+        assert len(moving) <= len(targets), "the policy kept more pages than fit"
         for page in moving:
-            self._wait_promoted(page)
-            target = self._table.free_slot(range(max(ring_slots, self._table.ring_slots), pool_slots))
-            assert target is not None, "the policy kept more pages than fit"
+            target = targets.pop()
             source = self._slots_view(self._table.slot_of(page), 1)
             self._device.enqueue_copy(self._slots_view(target, 1), source, self._device.copy)
             self._device.compute.wait(self._device.copy.record())
@@ -276,24 +271,26 @@ class KvStream:
             for page in range(cut, self._pages)
             if not self._table.holds(PageId(layer, page))
         ]
-        if back:
-            self._plans.clear()
-            self._device.copy.wait(self._device.compute.record())
+        self._device.copy.wait(self._device.compute.record())
         for page in back:
             view = self._slots_view(self._table.assign(page), 1)
-            self._device.enqueue_copy(view, self._history.page(page.layer, page.page), self._device.copy)
-            self._promoted[page] = self._device.copy.record()
+            try:
+                self._device.enqueue_copy(view, self._history.page(page.layer, page.page), self._device.copy)
+                self._promoted[page] = self._device.copy.record()
+            except BaseException:
+                self._table.release(page)   # a page in the table is one whose bytes are there, or on their way
+                raise
 
     def _grow(self, pages: int) -> None:
         """New tail pages, cleared: stale scales times zero weights would be NaN."""
         if pages == self._pages:
             return
         self._plans.clear()
-        for page in range(self._pages, pages):
+        first, self._pages = self._pages, pages
+        for page in range(first, pages):
             for layer in range(self.layers):
                 slot = self._table.assign(PageId(layer, page))
                 self._device.ops.zero_page(self._pool, self.geometry, slot)
-        self._pages = pages
 
     def _forget_pages(self, pages: int) -> None:
         """Pages from ``pages`` on hold no committed row."""

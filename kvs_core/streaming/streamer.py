@@ -85,15 +85,14 @@ class Streamer:
             run = runs[self._next_fetch]
             if not self._ring.all_empty(run.slots):
                 return
-            for slot in run.slots:
-                fence = self._consumed.pop(slot, None)
-                if fence is not None:
-                    self._device.copy.wait(fence)
-            self._ring.move(run.slots, SlotState.FILLING)
+            # Few fences: all slots of a run were released with one.
+            for fence in {self._consumed.pop(slot) for slot in run.slots if slot in self._consumed}:
+                self._device.copy.wait(fence)
             self._device.enqueue_copy(
                 self._pool_view(run.first_slot, run.pages), self._history.run(run), self._device.copy
             )
             self._in_ring.append(_InRing(run, self._device.copy.record()))
+            self._ring.move(run.slots, SlotState.FILLING)
             self._next_fetch = (self._next_fetch + 1) % len(runs)
 
     def acquire(self, run: Run) -> None:

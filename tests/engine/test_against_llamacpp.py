@@ -114,7 +114,7 @@ PROMPTS = {
     "<|im_start|>user\nWhy is the sky blue? Explain it to a child.<|im_end|>\n<|im_start|>assistant\n",
     "code": CODE,
     "unicode": "Grüße aus Köln, 東京 и Москва — naïve café, Ωmega, 🚀🌍. Continue: Ünïcödé ",
-    "long": " ".join((PROSE * 2).split(" ")[:1210]),   # 1,500 tokens
+    "long": " ".join((PROSE * 2).split(" ")[:1210]),   # about 1,500 tokens
     "nearly empty": ".",
 }
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvs_core.paging.geometry import GROUP_PAGES, SEGMENT_GROUPS
 from kvs_core.paging.schedule import Run, plan_schedule
-from kvs_core.paging.spans import SCRATCH_GROUPS, AttendCall, Chunk, PageRef, SpanPlan, plan_decode_calls
+from kvs_core.paging.spans import SCRATCH_GROUPS, AttendCall, Chunk, PageRef, SpanPlan, plan_decode_calls, row_spans
 from kvs_core.units import ceil_div
 
 SEGMENT_PAGES = SEGMENT_GROUPS * GROUP_PAGES
@@ -130,6 +130,18 @@ def test_scratch_holds_the_worst_cut() -> None:
     rows = {part.scratch_row for call in plan_decode_calls(SpanPlan(tuple(chunks), last)) for part in call.parts}
     longest = max(run.pages for run in runs if run.end_page <= SEGMENT_PAGES)
     assert len(rows) == SEGMENT_GROUPS - 1 + longest // GROUP_PAGES <= SCRATCH_GROUPS
+
+
+@given(st.integers(0, 2000), st.integers(1, 300), st.sampled_from([32, 64, 256]))
+def test_rows_go_to_their_pages(first: int, rows: int, page_tokens: int) -> None:
+    """Every row of a step to the slot of its page, at its place in it; one span per page."""
+    spans = row_spans(first, rows, page_tokens, lambda page: 1000 + page)
+    placed = [(span.slot, span.page_row + i, span.step_row + i) for span in spans for i in range(span.rows)]
+    assert placed == [
+        (1000 + position // page_tokens, position % page_tokens, position - first)
+        for position in range(first, first + rows)
+    ]
+    assert len({span.slot for span in spans}) == len(spans)
 
 
 def resident(*refs: tuple[int, int]) -> Chunk:

@@ -116,24 +116,39 @@ class Rig:
             for _ in range(LAYERS)
         ]
         outputs = np.zeros((LAYERS, rows, HEADS, geometry.v_dim), np.float32)
-        with self.kv.begin(rows, phase) as step:
+        try:
+            left = self._run(phase, inputs, outputs, rows if keep is None else keep, leave_after)
+        finally:
+            # Also after an error: a step that could not send its pages home is settled all the same.
+            before = self.rows
+            kept = self.kv.cache.committed - self.committed
+            self.rows = [
+                old.and_then(self._stored(k, v).first(kept)) for old, (k, v, _) in zip(before, inputs, strict=True)
+            ]
+        if not left:
+            for old, (k, v, q), out in zip(before, inputs, outputs, strict=True):
+                self._check(old.and_then(self._stored(k, v)), q, out)
+        return outputs
+
+    def _run(
+        self, phase: Phase, inputs: list[tuple[np.ndarray, np.ndarray, np.ndarray]], outputs: np.ndarray, keep: int,
+        leave_after: int,
+    ) -> bool:
+        """True if the step was left."""
+        with self.kv.begin(outputs.shape[1], phase) as step:
             assert step.first_position == self.committed
             for layer, (k, v, q) in enumerate(inputs):
                 if leave_after <= 3 * layer:
-                    return outputs
+                    return True
                 lent = step.layer(layer)
                 lent.write(k.copy(), v.copy())
                 if leave_after == 3 * layer + 1:
-                    return outputs
+                    return True
                 lent.attend(q.copy(), outputs[layer])
             if leave_after < 3 * LAYERS:
-                return outputs
-            step.settle(rows if keep is None else keep)
-        for layer, (k, v, q) in enumerate(inputs):
-            new = self._stored(k, v)
-            self._check(layer, new, q, outputs[layer])
-            self.rows[layer] = self.rows[layer].and_then(new.first(rows if keep is None else keep))
-        return outputs
+                return True
+            step.settle(keep)
+        return False
 
     def prefill(self, tokens: int, *, seed: int = 0) -> None:
         """Steps of the widest kind until that many rows are committed."""
@@ -187,9 +202,8 @@ class Rig:
         self._rotate(k, v)
         return Rows(kv_codec.encode(self.geometry.k_type, k), kv_codec.encode(self.geometry.v_type, v))
 
-    def _check(self, layer: int, new: Rows, q: np.ndarray, out: np.ndarray) -> None:
-        """Compare a layer's outputs with ``dense``, over all rows stored before and the new ones."""
-        stored = self.rows[layer].and_then(new)
+    def _check(self, stored: Rows, q: np.ndarray, out: np.ndarray) -> None:
+        """Compare a layer's outputs with ``dense`` over all its rows."""
         k, v = _decoded(self.geometry.k_type, stored.k), _decoded(self.geometry.v_type, stored.v)
         self._rotate(k, v)
         np.testing.assert_allclose(out, dense(q, k, v), atol=3e-5)

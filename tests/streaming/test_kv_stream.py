@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from kvs_core.device.host.device import HostDebug, HostDevice
 from kvs_core.errors import BudgetError, ContextError
 from kvs_core.memory.phases import Phase
 from kvs_core.paging.slots import PageId
+from kvs_core.streaming import kv_stream as kv_stream_module
 from kvs_core.streaming.kv_stream import KvStep
 from tests.streaming.rig import DECODE_ROWS, LAYERS, PAGE, PLAIN, PREFILL_ROWS, ROTATED, Pools, Rig, rig
 
@@ -247,6 +249,31 @@ def test_what_has_been_copied_ahead_is_not_copied_again() -> None:
                 assert copied == streamed
             else:
                 assert copied <= streamed + one.kv.stats().ring_slots
+
+
+def test_one_interrupted_step_does_not_move_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ring is made for gaps that steps have in common: a pause in one of them is none, two in a row are."""
+    now, pause = 0.0, 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += 1e-6 + pause
+        return now
+
+    monkeypatch.setattr(kv_stream_module, "perf_counter", clock)
+    with rig(4 * CONTEXT, Pools(120, 120)) as one:
+        one.kv._config = replace(one.kv._config, run_pages=4, link_bytes_per_s=1000.0 * one.geometry.page_bytes)
+        monkeypatch.setattr(one.kv._streamer, "take_starved", lambda: False)
+        one.prefill(4 * CONTEXT - 100)
+        one.step(Phase.DECODE, 1)
+        rings = []
+        for number in range(60):
+            pause = 0.03 if number == 20 or number > 40 else 0.0
+            one.step(Phase.DECODE, 1, seed=number)
+            rings.append(one.kv.stats().ring_slots)
+    before, after = rings[0], rings[-1]
+    assert rings == [before] * 43 + [after] * 17
+    assert after > 2 * before
 
 
 def test_a_resident_pool_copies_nothing_back() -> None:

@@ -86,6 +86,23 @@ def test_every_access_is_ordered_by_streams_and_fences(
         rig.close()
 
 
+def test_a_page_coming_back_is_waited_for_before_its_slot_is_anothers() -> None:
+    """A step that is left at once has asked for pages; forgotten on their way, they leave slots that others get."""
+    device = TracedDevice(ROTATED, 0)
+    rig = Rig(ROTATED, CONTEXT, Pools.between(CONTEXT, 0.0, 0.8), device)
+    device.committed_tokens = lambda: rig.kv.cache.committed
+    try:
+        rig.prefill(CONTEXT - 100)
+        before = device.copies
+        step(rig, device, Phase.DECODE, 1, 0, 0)
+        assert device.copies > before + 10
+        rig.truncate(5)
+        for _ in range(40):
+            step(rig, device, Phase.DECODE, DECODE_ROWS, DECODE_ROWS)
+    finally:
+        rig.close()
+
+
 @settings(max_examples=100)
 @given(
     st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(1, 24), st.integers(1, 9)), max_size=6),

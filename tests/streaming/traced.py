@@ -82,6 +82,7 @@ class TracedDevice(HostDevice):
         super().__init__(1)
         self.dice = random.Random(seed)
         self.host: Clock = {}
+        self.copies = 0
         self.committed_tokens: Callable[[], int] = lambda: 0
         self._geometry = geometry
         self._writes: dict[int, tuple[str, int]] = {}
@@ -96,6 +97,7 @@ class TracedDevice(HostDevice):
         """The copy is done now and traced per page."""
         assert dst.nbytes == src.nbytes
         assert dst.nbytes % self._geometry.page_bytes == 0
+        self.copies += 1
         rows = self.committed_tokens() % self._geometry.page_tokens if stream is self.publish else 0
         self.access(stream.name, reads=self._places(src), writes=self._places(dst), read_rows=rows)
         np.copyto(dst, src)
