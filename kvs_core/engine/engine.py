@@ -146,13 +146,8 @@ class Engine:
         )
 
     def memory_report(self) -> dict[str, int]:
-        """Bytes by purpose."""
+        """Bytes by purpose: weights, state, arena, history."""
         return self._device.memory_report() | {"history": self._kv.stats().history_bytes}
-
-    def publish(self) -> None:
-        """Bring every committed row home and wait for it."""
-        self._kv.publish_dirty()
-        self._kv.drain()
 
     def close(self) -> None:
         """Stop copies and give memory back. Idempotent."""
@@ -198,12 +193,12 @@ class Step:
     def settle(self, keep: int | None = None) -> None:
         """Commit the first ``keep`` rows (default: all), drop the rest."""
         keep = self._rows if keep is None else keep
-        self._settled = True
         try:
             self._engine._state.settle(keep)
         except BaseException:
-            self._kv.__exit__(None, None, None)
+            self._drop()
             raise
+        self._settled = True
         self._kv.settle(keep)
 
     def _drop(self) -> None:

@@ -68,7 +68,7 @@ class ResidencyConfig:
 
 @dataclass(frozen=True, slots=True)
 class ResidencyState:
-    """What a decision leaves behind for the next one. ``ring_bonus``: slots that starvation added to the computed ring."""
+    """What a decision leaves behind for the next one. ``ring_bonus``: slots that starvation added to the ring."""
 
     cuts: tuple[int, ...]
     ring_slots: int = 0

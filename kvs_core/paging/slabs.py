@@ -1,4 +1,4 @@
-"""How a layer's history is cut into slabs: a few pages first, doubling, so that a large context costs nothing until used.
+"""How a layer's history is cut into slabs: small ones first, so that a large context costs nothing until it is used.
 
     slab 0: 4 pages   slab 1: 8   slab 2: 16   slab 3: 32   slab 4 and on: 64 each
 

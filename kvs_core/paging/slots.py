@@ -9,7 +9,7 @@ grows, or a pool that shrinks at its end, meets few of them.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
@@ -137,17 +137,17 @@ class Ring:
         """The state of one slot."""
         return self._states[slot]
 
-    def all_empty(self, slots: Iterable[int]) -> bool:
-        """True if a copy into these slots may be enqueued."""
-        return all(self._states[slot] is SlotState.EMPTY for slot in slots)
+    def all_empty(self, slots: range) -> bool:
+        """True if a copy into these consecutive slots may be enqueued."""
+        return self._states[slots.start : slots.stop].count(SlotState.EMPTY) == len(slots)
 
-    def move(self, slots: Iterable[int], to: SlotState) -> None:
-        """Move slots to a state, all or none."""
-        slots = list(slots)
-        for slot in slots:
-            assert (self._states[slot], to) in _LEGAL, f"ring slot {slot}: {self._states[slot].value} -> {to.value}"
-        for slot in slots:
-            self._states[slot] = to
+    def move(self, slots: range, to: SlotState) -> None:
+        """Move consecutive slots, which are in one state, to another."""
+        states = self._states[slots.start : slots.stop]
+        assert states, "no slot to move"
+        assert states.count(states[0]) == len(slots), f"ring slots {slots} are not in one state"
+        assert (states[0], to) in _LEGAL, f"ring slots {slots}: {states[0].value} -> {to.value}"
+        self._states[slots.start : slots.stop] = [to] * len(slots)
 
     def resize(self, slots: int) -> None:
         """Grow with empty slots, or shrink by empty ones."""

@@ -44,8 +44,8 @@ SETTINGS = (
         "are not split.",
         default="auto", unit="layers", env="LLAMA_ARG_N_GPU_LAYERS"),
     _device("threads", ("-t", "--threads"), integer(-1, _MAX_THREADS),
-        "CPU threads of the CPU device's products, fixed for the whole run; 0 or less: one per core. Sums differ in "
-        "their last bits between counts.",
+        "Threads that share the CPU device's large products; 0 or less: one per core. The results are the same, bit "
+        "for bit, for every count.",
         default=-1, unit="threads", relevance="accept", env="LLAMA_ARG_THREADS"),
     _device("main_gpu", ("-mg", "--main-gpu"), integer(0, 1 << 10),
         "Index of the GPU to use.",

@@ -149,7 +149,7 @@ class RopeSettings:
 
 @dataclass(frozen=True, slots=True)
 class DeviceSettings:
-    """Where the model runs. threads: BLAS threads of the CPU device, None: as many as there are cores.
+    """Where the model runs. threads: that share the CPU device's products, None: as many as there are cores.
     gpu_layers: layers asked to be on the device; None: all of them."""
 
     name: Literal["auto", "cpu"] = "auto"

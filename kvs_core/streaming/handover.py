@@ -112,6 +112,7 @@ class Handover:
             if order.state is HandoverState.ROLLED_BACK:
                 if transaction is not None:
                     transaction.rollback()
+                self._layout = None   # unless it can be bound again
                 old.release()
                 self._layout = self._bind(old.phase)
                 raise
@@ -140,5 +141,8 @@ def attention_scratch(
 ) -> Sequence[tuple[str, BufferSpec]]:
     """The attention buffers of a phase for steps of up to ``rows`` rows, by the field of ``AttentionScratch``."""
     partial = rows * heads * (v_dim + 2)
-    sizes = {"running": partial} if phase is Phase.PREFILL else {"groups": groups * partial, "segments": segments * partial}
+    if phase is Phase.PREFILL:
+        sizes = {"running": partial}
+    else:
+        sizes = {"groups": groups * partial, "segments": segments * partial}
     return [(name, BufferSpec(scratch_name(name), (size,), np.float32)) for name, size in sizes.items()]

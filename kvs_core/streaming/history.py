@@ -38,7 +38,7 @@ class HostHistory:
         return sum(part.nbytes for slabs in self._slabs for part in slabs)
 
     def ensure(self, pages: int) -> None:
-        """Have room for pages [0, pages) of every layer. ``DeviceError`` if there is no more pinned memory; nothing is lost."""
+        """Have room for pages [0, pages) of every layer. ``DeviceError`` if there is no more; nothing is lost."""
         if pages == 0:
             return
         last = slab_of(pages - 1)

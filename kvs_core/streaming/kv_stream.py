@@ -10,6 +10,7 @@ Leaving the block without ``settle`` (an error, a caller who stops) drops the ro
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
 from types import TracebackType
@@ -17,6 +18,7 @@ from types import TracebackType
 import numpy as np
 
 from kvs_core.device.base import Buffer, Device, Fence
+from kvs_core.errors import DeviceError
 from kvs_core.memory.phases import Phase
 from kvs_core.paging.cache import LogicalCache
 from kvs_core.paging.geometry import PageGeometry
@@ -81,12 +83,13 @@ class KvStream:
         self._pool = None
 
     def vacate(self, pool_slots: int) -> None:
-        """Empty the slots from ``pool_slots`` on: oldest groups become streamed, the rest moves down. For a hand-over."""
+        """For a hand-over, empty the slots from ``pool_slots`` on: oldest groups become streamed, the rest moves."""
         assert self._step is None
-        if self._pool is None or pool_slots >= self._table.pool_slots:
+        if pool_slots >= self._table.pool_slots:
             return
         self._publish_full()
-        self._apply(self._decide(pool_slots, self.cache.committed, self._pages), pool_slots, self._pages)
+        decision = self._decide(pool_slots, self.cache.committed, self._pages, starved=False)
+        self._apply(decision, pool_slots, self._pages)
 
     def drain(self) -> None:
         """Publish what is dirty and block until every stream is empty."""
@@ -106,15 +109,18 @@ class KvStream:
     # Steps.
 
     def begin(self, rows: int, phase: Phase) -> KvStep:
-        """Open a step of ``rows`` rows behind the committed ones. ``ContextError``, ``BudgetError`` or ``DeviceError``."""
-        assert self._step is None and self._pool is not None
+        """Open a step of rows behind the committed ones. ``ContextError``, ``BudgetError`` or ``DeviceError``."""
+        assert self._step is None, "a step is open"
+        assert self._pool is not None, "no layout is bound"
         positions = self.cache.reserve(rows)
         try:
             self._publisher.poll()
             self._publish_full()   # nothing to do, unless a publication failed before
             pages = self.geometry.pages_of(positions.stop)
             self._history.ensure(pages)
-            self._apply(self._decide(self._table.pool_slots, positions.start, pages), self._table.pool_slots, pages)
+            pool_slots = self._table.pool_slots
+            decision = self._decide(pool_slots, positions.start, pages, starved=self._streamer.take_starved())
+            self._apply(decision, pool_slots, pages)
             self._streamer.pump()
         except BaseException:
             self._abandon()
@@ -123,12 +129,17 @@ class KvStream:
         return self._step
 
     def truncate(self, tokens: int) -> None:
-        """Forget the rows from ``tokens`` on. What the new tail page needs comes back with the next step."""
+        """Forget the rows from ``tokens`` on. What the new tail page needs comes back with the next step.
+
+        What was copied ahead stays, as far as it is still to be streamed: full pages that are left do not change.
+        """
         assert self._step is None
+        pages = self.geometry.pages_of(tokens)
         self._publisher.wait_all()
-        self._streamer.empty()
+        for page in [page for page in self._promoted if page.page >= pages]:
+            self._wait_promoted(page)   # what may fail comes before what changes
         self.cache.truncate(tokens)
-        self._forget_pages(self.geometry.pages_of(tokens))
+        self._forget_pages(pages)
 
     def stats(self) -> KvStats:
         """A snapshot."""
@@ -155,7 +166,9 @@ class KvStream:
     def _settle(self, keep: int) -> None:
         self.cache.settle(keep)
         self._forget_pages(self.geometry.pages_of(self.cache.committed))
-        self._publish_full()
+        # The rows are committed whatever becomes of their way home: the next step, or a drain, tries again and raises.
+        with suppress(DeviceError):
+            self._publish_full()
 
     def _abandon(self) -> None:
         self.cache.settle(0)
@@ -163,9 +176,6 @@ class KvStream:
             self._streamer.empty()
         finally:
             self._forget_pages(self.geometry.pages_of(self.cache.committed))
-
-    def _layer(self, step: KvStep, layer: int) -> LayerKv:
-        return LayerKv(self._device, self.geometry, self._streamer, step, layer)
 
     def _plan(self, layer: int) -> tuple[SpanPlan, list[AttendCall]]:
         planned = self._plans.get(layer)
@@ -196,13 +206,13 @@ class KvStream:
 
     # Deciding and carrying out.
 
-    def _decide(self, pool_slots: int, first_position: int, pages: int) -> ResidencyState:
+    def _decide(self, pool_slots: int, first_position: int, pages: int, *, starved: bool) -> ResidencyState:
         seen = Observation(
             pages=pages,
             writable_page=first_position // self.geometry.page_tokens,
             pool_slots=pool_slots,
             gap_s=self._gap_s,
-            starved=self._streamer.take_starved(),
+            starved=starved,
         )
         return residency_step(self._config, self._state, seen)
 
@@ -250,19 +260,19 @@ class KvStream:
         moving = self._table.in_the_way(ring_slots=ring_slots, pool_slots=pool_slots)
         if moving:
             self._publisher.wait_all()
-            self._device.copy.wait(self._device.compute.record())
         targets = self._table.free_slots(range(max(ring_slots, self._table.ring_slots), pool_slots))
         assert len(moving) <= len(targets), "the policy kept more pages than fit"
         for page in moving:
+            # On the compute stream: behind all that has read the target and, once awaited, what filled the source.
+            self._wait_promoted(page)
             target = targets.pop()
             source = self._slots_view(self._table.slot_of(page), 1)
-            self._device.enqueue_copy(self._slots_view(target, 1), source, self._device.copy)
-            self._device.compute.wait(self._device.copy.record())
+            self._device.enqueue_copy(self._slots_view(target, 1), source, self._device.compute)
             self._table.move_to(page, target)
             self._device.discard(source)
 
     def _promote(self) -> None:
-        """Streamed pages at or above their layer's cut come back to stay; a layer waits for its own before it uses them."""
+        """Streamed pages at or above their layer's cut come back to stay; a layer waits for its own before use."""
         if len(self._table) == sum(self._pages - cut for cut in self._state.cuts):
             return
         back = [
@@ -359,7 +369,7 @@ class KvStep:
     def layer(self, layer: int) -> LayerKv:
         """The KV of one attention layer, for this step."""
         assert self._open, "the step is over"
-        return self._kv._layer(self, layer)
+        return LayerKv(self._device, self._kv.geometry, self._kv._streamer, self, layer)
 
     def settle(self, keep: int) -> None:
         """Commit the first ``keep`` rows, drop the rest, and close the step."""

@@ -38,7 +38,7 @@ class Publisher:
         return self._batches[-1].tokens if self._batches else self._cache.published
 
     def enqueue(self, pages: Iterable[tuple[PageId, Buffer]], tokens: int) -> None:
-        """Send pages home from these slots; when they have arrived, [0, tokens) is published. The rows are committed."""
+        """Send pages home from these slots; [0, tokens), all committed, is published when they have arrived."""
         self._device.publish.wait(self._device.compute.record())
         for page, slot in pages:
             self._device.enqueue_copy(self._history.page(page.layer, page.page), slot, self._device.publish)

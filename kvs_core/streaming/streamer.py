@@ -29,7 +29,8 @@ class Streamer:
     """Carries out one ``PrefetchSchedule`` after another.
 
     pool_view(first_slot, slots)  the bytes of those slots
-    starved                       since last asked: attention waited while no copy was under way for want of a slot
+    starved                       since last asked: within a step the link idled for want of a slot, and later attention
+                                  waited for it; a pause before the first run of a step does not count
     """
 
     def __init__(self, device: Device, history: HostHistory, pool_view: Callable[[int, int], Buffer]) -> None:
@@ -42,7 +43,7 @@ class Streamer:
         self._consumed: dict[int, Fence] = {}
         self._next_fetch = 0
         self._next_read = 0
-        self._starved = False
+        self._idled = self._starved = False
 
     @property
     def schedule(self) -> PrefetchSchedule:
@@ -50,8 +51,8 @@ class Streamer:
         return self._schedule
 
     def take_starved(self) -> bool:
-        """Whether the link has idled for want of a slot while attention waited; asking clears it."""
-        starved, self._starved = self._starved, False
+        """Whether a larger ring would have spared attention a wait; asking clears it."""
+        starved, self._idled, self._starved = self._starved, False, False
         return starved
 
     def replan(self, streamed: Sequence[range], *, ring_slots: int, run_pages: int) -> None:
@@ -98,8 +99,8 @@ class Streamer:
     def acquire(self, run: Run) -> None:
         """Before the attention call that reads ``run``: the compute stream waits until it is there."""
         entry = self._in_ring[0]
-        assert entry.run == run and self._schedule.runs[self._next_read] == run, (entry.run, run)
-        if not entry.ready.done() and len(self._in_ring) == 1 and len(self._schedule.runs) > 1:
+        assert entry.run == self._schedule.runs[self._next_read] == run, (entry.run, run)
+        if self._idled and not entry.ready.done():
             self._starved = True
         self._ring.move(run.slots, SlotState.READY)
         self._device.compute.wait(entry.ready)
@@ -108,11 +109,13 @@ class Streamer:
     def release(self, run: Run) -> None:
         """After the last attention call that reads ``run``: its slots may be filled again once that call is done."""
         assert self._in_ring[0].run == run, (self._in_ring[0].run, run)
-        self._in_ring.popleft()
-        consumed = self._device.compute.record()
-        for slot in run.slots:
-            self._consumed[slot] = consumed
+        if self._next_read > 0 and len(self._in_ring) < len(self._schedule.runs) and self._in_ring[-1].ready.done():
+            self._idled = True
+        consumed = self._device.compute.record()   # may raise; until then the run keeps its slots
         self._ring.move(run.slots, SlotState.EMPTY)
+        self._in_ring.popleft()
+        if not consumed.done():
+            self._consumed.update(dict.fromkeys(run.slots, consumed))
         self._device.discard(self._pool_view(run.first_slot, run.pages))
         self._next_read = (self._next_read + 1) % len(self._schedule.runs)
         self.pump()

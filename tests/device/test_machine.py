@@ -1,4 +1,4 @@
-"""What the machine gives: containers' limits count, and the BLAS's threads are what was asked for."""
+"""What the machine gives: containers' limits count, and the BLAS keeps to the calling thread."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,6 +7,7 @@ import pytest
 from threadpoolctl import ThreadpoolController, threadpool_limits
 
 from kvs_core.device.host import machine
+from kvs_core.device.host.device import HostDevice
 from kvs_core.units import MIB
 
 
@@ -48,10 +49,12 @@ def test_a_cpu_quota_counts(cgroup: Path) -> None:
 
 
 @pytest.mark.usefixtures("restored_threads")
-def test_the_blas_has_the_threads_asked_for() -> None:
-    """Given a number, that many; without one, no more than there are cores."""
-    for threads in (2, 1):
-        assert machine.fix_blas_threads(threads) == threads
-        pools = [pool for pool in ThreadpoolController().info() if pool["user_api"] == "blas"]
-        assert {pool["num_threads"] for pool in pools} <= {threads}
-    assert 1 <= machine.fix_blas_threads(None) <= machine.available_cores()
+@pytest.mark.parametrize("threads", [1, 2, None])
+def test_the_blas_has_one_thread_however_many_a_device_has(threads: int | None) -> None:
+    """Its own threads spin at each other's barriers; a device's threads sleep. Unset: no more than there are cores."""
+    ThreadpoolController().limit(limits=2, user_api="blas")
+    device = HostDevice(threads)
+    device.close()
+    pools = [pool for pool in ThreadpoolController().info() if pool["user_api"] == "blas"]
+    assert {pool["num_threads"] for pool in pools} <= {1}
+    assert device.threads == threads or (threads is None and 1 <= device.threads <= machine.available_cores())

@@ -1,5 +1,9 @@
-"""Matrices give the same numbers whether they are held or stay in the file."""
+"""Matrices give the same numbers whether they are held or stay in the file, and however many threads multiply."""
 
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from unittest.mock import patch
 
 import gguf
@@ -10,7 +14,8 @@ from hypothesis import strategies as st
 
 from kvs_core.device.host import machine, weights
 from kvs_core.device.host.ops import basic
-from kvs_core.device.host.weights import HeldMatrix, HostMatrix, HostWeights, MappedMatrix
+from kvs_core.device.host.weights import Floats, HeldMatrix, HostMatrix, HostWeights, MappedMatrix
+from kvs_core.device.host.workers import Team
 from kvs_core.errors import DeviceError
 from kvs_core.formats.gguf import TensorInfo
 from kvs_core.formats.quants import dequantize_rows
@@ -29,6 +34,24 @@ def _prepared(info: TensorInfo, limit_bytes: int) -> HostMatrix:
     loaded = HostWeights(limit_bytes)
     loaded.prepare([info])
     return loaded.matrix(info)
+
+
+@contextmanager
+def _before_each_read(act: Callable[[], object]) -> Iterator[None]:
+    """Call ``act`` whenever a thread asks for the values of a piece, held or mapped."""
+
+    def reading(read: Callable[[HostMatrix, int, int], Floats]) -> Callable[[HostMatrix, int, int], Floats]:
+        def acting(matrix: HostMatrix, first: int, rows: int) -> Floats:
+            act()
+            return read(matrix, first, rows)
+
+        return acting
+
+    with (
+        patch.object(HeldMatrix, "read", reading(HeldMatrix.read)),   # type: ignore[arg-type]
+        patch.object(MappedMatrix, "read", reading(MappedMatrix.read)),   # type: ignore[arg-type]
+    ):
+        yield
 
 
 @settings(max_examples=40, deadline=None)
@@ -61,9 +84,9 @@ def test_held_and_piecewise_products_are_equal_bit_for_bit(
 
 @pytest.mark.parametrize("limit", [1 << 30, 0])
 def test_a_matrix_of_several_full_pieces_gives_a_row_the_same_bits_beside_others(limit: int) -> None:
-    """Row-invariance at the real piece size, threads included, held or not."""
+    """Row-invariance at the real piece size, held or not."""
     matrix = _prepared(tensor("w", _random(2600, 1024), Quant.Q8_0), limit)
-    assert len(list(matrix.pieces(Phase.DECODE))) == 3
+    assert len(matrix.pieces(Phase.DECODE)) > 2
     x = _random(5, 1024, 1)
     together = np.empty((5, 2600), np.float32)
     basic.matmul(x, matrix, together, phase=Phase.DECODE)
@@ -71,6 +94,45 @@ def test_a_matrix_of_several_full_pieces_gives_a_row_the_same_bits_beside_others
         alone = np.empty((1, 2600), np.float32)
         basic.matmul(x[row : row + 1].copy(), matrix, alone, phase=Phase.DECODE)
         assert alone.tobytes() == together[row].tobytes()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(QUANTS), st.integers(1, 90), st.integers(1, 5), st.integers(1, 8), st.integers(1, 12),
+    st.sampled_from(Phase), st.booleans(), st.integers(0, 2**32 - 1),
+)
+def test_the_bits_are_the_same_for_every_number_of_threads(
+    quant: Quant, n_out: int, blocks: int, rows: int, piece_rows: int, phase: Phase, held: bool, seed: int
+) -> None:
+    """``--threads`` never changes a text: in neither phase, with matrices in memory or in the file."""
+    n_in = 32 * blocks
+    x = _random(rows, n_in, seed + 1)
+    results = []
+    with patch.dict(weights.PIECE_BYTES, {phase: piece_rows * n_in * 4}), _before_each_read(lambda: time.sleep(1e-5)):
+        matrix = _prepared(tensor("w", _random(n_out, n_in, seed), quant), (1 << 30) * held)
+        for threads in (1, 2, 3):
+            team = Team(threads)
+            out = np.full((rows, n_out), np.nan, np.float32)
+            basic.matmul(x, matrix, out, phase=phase, team=team)
+            results.append(out.tobytes())
+            team.close()
+    assert results[0] == results[1] == results[2]
+
+
+@pytest.mark.parametrize("held", [True, False])
+@pytest.mark.parametrize("phase", Phase)
+def test_large_products_are_shared_and_threads_do_not_disturb_each_other(phase: Phase, held: bool) -> None:
+    """At the real piece size: two threads are at pieces at the same time, and the bits are those of one thread."""
+    matrix = _prepared(tensor("w", _random(2048, 1024), Quant.Q4_1), (1 << 30) * held)
+    assert len(matrix.pieces(phase)) % 2 == 0
+    x = _random(4, 1024, 1)
+    alone, shared = np.empty((4, 2048), np.float32), np.empty((4, 2048), np.float32)
+    basic.matmul(x, matrix, alone, phase=phase)
+    team, meeting = Team(2), threading.Barrier(2)
+    with _before_each_read(lambda: meeting.wait(10)):
+        basic.matmul(x, matrix, shared, phase=phase, team=team)
+    team.close()
+    assert alone.tobytes() == shared.tobytes()
 
 
 def test_matrices_are_held_in_order_while_they_fit_and_progress_counts_to_the_end() -> None:
@@ -110,7 +172,7 @@ def test_a_row_longer_than_a_piece_is_a_piece() -> None:
     with patch.dict(weights.PIECE_BYTES, dict.fromkeys(Phase, 128)):
         info = tensor("w", _random(3, 96), Quant.F16)
         matrix = _prepared(info, 0)
-        assert len(list(matrix.pieces(Phase.DECODE))) == 3
+        assert len(matrix.pieces(Phase.DECODE)) == 3
         out = np.empty((1, 3), np.float32)
         x = _random(1, 96, 1)
         basic.matmul(x, matrix, out, phase=Phase.DECODE)

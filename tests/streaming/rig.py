@@ -145,6 +145,7 @@ class Rig:
                 if leave_after == 3 * layer + 1:
                     return True
                 lent.attend(q.copy(), outputs[layer])
+                assert step.span_plan(layer).pages == ceil_div(step.first_position + len(q), PAGE)
             if leave_after < 3 * LAYERS:
                 return True
             step.settle(keep)
@@ -185,11 +186,12 @@ class Rig:
                     assert (there == kept[here]).all(), f"layer {layer}, page {page}"
 
     def check_frontiers(self) -> None:
-        """Committed rows are those remembered; slots are all accounted for."""
+        """Committed rows are those remembered; slots are all accounted for; device memory has not grown."""
         assert self.kv.cache.committed == self.kv.cache.reserved == self.committed
         stats = self.kv.stats()
         assert stats.resident_pages + stats.ring_slots <= stats.pool_pages == self.handover.layout.pool.shape[0]
         assert stats.active_pages == LAYERS * ceil_div(self.committed, PAGE)
+        assert self.device.memory_report() == {"weights": 0, "state": 0, "arena": self.arena.plan.total_bytes}
 
     def close(self) -> None:
         """Stop the threads."""

@@ -20,6 +20,7 @@ from tests.streaming.rig import LAYERS, PAGE, ROTATED, Pools, Rig
 
 CONTEXT = 480
 POOLS = Pools.between(CONTEXT, 0.1, 0.3)
+DECODE_ALL = Pools.between(CONTEXT, 0.1, 1.0)
 
 Move = Callable[[Rig], object]
 SCRIPT: list[Move] = [
@@ -52,9 +53,9 @@ def within(seconds: float, work: Callable[[], None]) -> None:
 
 
 @cache
-def made_by_script() -> tuple[int, int]:
+def made_by_script(pools: Pools) -> tuple[int, int]:
     """How many copies and pinned allocations the script makes when nothing fails."""
-    rig = Rig(ROTATED, CONTEXT, POOLS, HostDevice(1))
+    rig = Rig(ROTATED, CONTEXT, pools, HostDevice(1))
     try:
         for move in SCRIPT:
             move(rig)
@@ -64,12 +65,14 @@ def made_by_script() -> tuple[int, int]:
         rig.close()
 
 
-@settings(max_examples=25)
-@given(st.floats(0, 1, exclude_max=True), st.sampled_from([0.0, 0.0, 0.0003]))
-def test_a_failed_copy_ends_all_work_and_loses_nothing_published(share: float, delay: float) -> None:
+@settings(max_examples=30)
+@given(
+    st.floats(0, 1, exclude_max=True), st.sampled_from([0.0, 0.0, 0.0003]), st.sampled_from([POOLS, DECODE_ALL])
+)
+def test_a_failed_copy_ends_all_work_and_loses_nothing_published(share: float, delay: float, pools: Pools) -> None:
     """Steps before it are right. From then on every move is right or that same error, never another, and none hangs."""
-    number = int(share * made_by_script()[0])
-    rig = Rig(ROTATED, CONTEXT, POOLS, HostDevice(1, debug=HostDebug(copy_delay=lambda: delay, fail_copy_at=number)))
+    number = int(share * made_by_script(pools)[0])
+    rig = Rig(ROTATED, CONTEXT, pools, HostDevice(1, debug=HostDebug(copy_delay=lambda: delay, fail_copy_at=number)))
 
     def work() -> None:
         messages: list[str] = []
@@ -117,7 +120,7 @@ def test_a_failed_pinned_allocation_costs_one_step_and_nothing_else(number: int)
         within(60, work)
         assert len(messages) == 1
         assert "no host memory" in messages[0]
-        assert made_by_script()[1] == 6
+        assert made_by_script(POOLS)[1] == 6
         assert rig.kv.cache.published == rig.committed
     finally:
         rig.close()
@@ -193,11 +196,43 @@ def test_after_an_error_anywhere_the_same_move_succeeds(share: float, error: typ
         rig.close()
 
 
+@pytest.mark.parametrize("number", [0, 1, 7, 10, 11])
+def test_a_page_that_could_not_be_asked_back_is_not_taken_for_there(
+    monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Pages come back to a larger pool, the copy of one cannot be enqueued: the next step asks for it again."""
+    rig = Rig(ROTATED, CONTEXT, DECODE_ALL, HostDevice(1, debug=HostDebug(poison=True)))
+    enqueue = rig.device.enqueue_copy
+    calls = 0
+
+    def enqueue_copy(*arguments: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > number:
+            raise InjectedError
+        enqueue(*arguments)
+
+    try:
+        rig.prefill(CONTEXT - 100)
+        streamed = rig.kv.stats().streamed_pages_per_step
+        assert streamed == 12
+        rig.enter(Phase.DECODE)
+        with monkeypatch.context() as patch:
+            patch.setattr(rig.device, "enqueue_copy", enqueue_copy)
+            with pytest.raises(InjectedError):
+                rig.step(Phase.DECODE, 1)
+        before = rig.device.counters().copy_calls
+        rig.step(Phase.DECODE, 8)
+        assert rig.device.counters().copy_calls == before + streamed - number
+    finally:
+        rig.close()
+
+
 @pytest.mark.parametrize("then", [Phase.DECODE, Phase.PREFILL])
 def test_a_page_that_could_not_be_sent_home_is_sent_before_it_is_streamed(
     monkeypatch: pytest.MonkeyPatch, then: Phase
 ) -> None:
-    """The last page of a group fails to be sent, and the next step, or phase, wants the group's slots: it goes first."""
+    """The last page of a group fails to be sent, and the next step or phase wants the group's slots: it goes first."""
     least = Pools.between(CONTEXT, 0.0, 0.0).prefill
     pools = Pools(least, least if then is Phase.DECODE else 2 * least)
     rig = Rig(ROTATED, CONTEXT, pools, HostDevice(1, debug=HostDebug(poison=True)), ring_slots=11)

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -206,6 +207,38 @@ def test_a_pool_too_small_for_what_is_there_is_refused_and_the_old_layout_works_
         check_leases(one)
         one.step(Phase.PREFILL, 9, seed=1)
         one.step(Phase.DECODE, 8, seed=2)
+
+
+@pytest.mark.parametrize("number", range(11))
+def test_a_copy_that_cannot_be_enqueued_leaves_the_old_layout_in_use(
+    monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """While pages leave the slots that go: some have moved, some have not, and the old layout works on."""
+    with rig(CONTEXT, Pools(LARGE, SMALL), debug=hostile(), ring_slots=7) as one:
+        one.prefill(CONTEXT - 100)
+        one.truncate(CONTEXT - 230)
+        one.step(Phase.PREFILL, 60)
+        enqueue = one.device.enqueue_copy
+        calls = 0
+
+        def fails(*arguments: Any) -> None:
+            nonlocal calls
+            calls += 1
+            if calls > number:
+                raise InjectedError
+            enqueue(*arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(one.device, "enqueue_copy", fails)
+            with pytest.raises(InjectedError):
+                one.handover.change(Phase.DECODE)
+        check_leases(one)
+        one.check_frontiers()
+        one.step(Phase.PREFILL, 9, seed=1)
+        one.step(Phase.DECODE, 8, seed=2)
+        one.step(Phase.PREFILL, 9, seed=3)
+        one.publish_all()
+        one.check_history()
 
 
 def test_pages_in_both_pools_stay_where_they_are() -> None:

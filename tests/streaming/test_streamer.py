@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -34,6 +35,7 @@ class Bench:
                 self.history.page(layer, page)[:] = self.value(layer, page)
         self.pool = np.zeros((RING, ROTATED.page_bytes), np.uint8)
         self.streamer = Streamer(self.device, self.history, self.view)
+        self.before_close: Callable[[], None] = lambda: None
 
     @staticmethod
     def value(layer: int, page: int) -> int:
@@ -57,6 +59,7 @@ class Bench:
             self.read(run)
 
     def close(self) -> None:
+        self.before_close()
         self.device.close()
         self.history.close()
 
@@ -154,17 +157,88 @@ def test_runs_are_read_in_the_order_of_the_schedule(bench: Made) -> None:
         one.plan([12, 4], 8, 4)
 
 
-def test_starved_is_told_once(bench: Made) -> None:
-    """A ring with room for one run only makes attention wait; a ring that holds all does not."""
-    one = bench(HostDebug(copy_delay=lambda: 0.002))
-    one.plan([8, 8], 4, 4)
-    one.step()
-    assert one.streamer.take_starved()
-    assert not one.streamer.take_starved()
-    one.plan([8, 8], RING, 4)
-    one.device.copy.synchronize()
-    one.step()
-    assert not one.streamer.take_starved()
+class SlowLink:
+    """A streamer whose copies wait for a turn each, with eight runs of one page."""
+
+    def __init__(self, bench: Made, ring: int = 3) -> None:
+        self.turns = threading.Semaphore(0)
+        self.one = bench(HostDebug(copy_delay=self._wait_for_turn))
+        self.one.before_close = lambda: self.turns.release(100)
+        self.one.plan([4, 4], ring, 1)
+        self.runs = iter(self.one.streamer.schedule.runs * 3)
+
+    def _wait_for_turn(self) -> float:
+        assert self.turns.acquire(timeout=20)
+        return 0.0
+
+    def fill(self) -> None:
+        """Time enough for the link to fill the ring."""
+        for entry in list(self.one.streamer._in_ring):
+            if not entry.ready.done():
+                self.turns.release()
+                entry.ready.wait()
+
+    def read(self, *, waits: bool = False) -> None:
+        """Attention reads the next run, which is there, or comes while attention waits."""
+        if waits:
+            threading.Timer(0.05, self.turns.release).start()
+        self.one.read(next(self.runs))
+
+
+def test_a_link_that_idles_for_want_of_a_slot_and_is_then_waited_for_starves(bench: Made) -> None:
+    """The ring was full between two layers and then too short: told, and told once."""
+    link = SlowLink(bench)
+    link.fill()
+    link.read()
+    link.fill()
+    for _ in range(3):
+        link.read()
+    link.read(waits=True)
+    assert link.one.streamer.take_starved()
+    assert not link.one.streamer.take_starved()
+
+
+def test_attention_that_never_waits_does_not_starve(bench: Made) -> None:
+    """A link that is always ahead idles, and nobody minds."""
+    link = SlowLink(bench)
+    for _ in range(16):
+        link.fill()
+        link.read()
+    assert not link.one.streamer.take_starved()
+
+
+def test_a_link_that_never_idles_does_not_starve(bench: Made) -> None:
+    """A link that is always behind would be no faster with a larger ring."""
+    link = SlowLink(bench)
+    for _ in range(10):
+        link.read(waits=True)
+    assert not link.one.streamer.take_starved()
+
+
+def test_a_pause_between_steps_does_not_starve(bench: Made) -> None:
+    """Only a gap within a step calls for a larger ring: between steps a resident page would save as much."""
+    link = SlowLink(bench)
+    link.fill()
+    for _ in range(3):
+        link.read()
+    for _ in range(5):
+        link.read(waits=True)
+    link.fill()
+    for _ in range(3):
+        link.read()
+    link.read(waits=True)
+    assert not link.one.streamer.take_starved()
+
+
+def test_a_ring_that_holds_the_whole_step_does_not_starve(bench: Made) -> None:
+    """There is nothing more to copy ahead."""
+    link = SlowLink(bench, ring=8)
+    for _ in range(2):
+        link.fill()
+        for _ in range(8):
+            link.read()
+    link.read(waits=True)
+    assert not link.one.streamer.take_starved()
 
 
 @pytest.mark.parametrize("failing", [0, 1, 3, 6])

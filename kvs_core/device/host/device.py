@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 
 from kvs_core.device.base import Buffer, Capabilities, Counters, Ops, Progress, Stream, Weight
-from kvs_core.device.host.machine import available_ram_bytes, fix_blas_threads
+from kvs_core.device.host.machine import available_ram_bytes, default_threads, use_one_blas_thread
 from kvs_core.device.host.ops import HostOps
 from kvs_core.device.host.ops.basic import matmul
 from kvs_core.device.host.streams import ComputeStream, CopyStream
 from kvs_core.device.host.weights import HeldMatrix, HostWeights, aligned_bytes
+from kvs_core.device.host.workers import Team
 from kvs_core.errors import DeviceError
 from kvs_core.formats.gguf import TensorInfo
 from kvs_core.formats.quants import dequantize_rows
@@ -31,7 +32,7 @@ from kvs_core.units import MIB
 
 _POISON = 0xFF   # NaN as float32, as float16 and as a block's scale
 
-# Products small and large, square and flat, with one BLAS thread and with several.
+# Products small and large, square and flat, of one piece and of several.
 _PROBE_SHAPES = ((7, 33), (64, 64), (576, 576), (1536, 576), (576, 1536), (2048, 1024))
 _PROBE_ROWS = 8
 
@@ -55,21 +56,27 @@ class HostDebug:
 
 
 class HostDevice:
-    """``Device`` on this machine's cores and RAM. ``compute`` is the calling thread, so one thread uses a device."""
+    """``Device`` on this machine's cores and RAM. ``compute`` is the calling thread, so one thread uses a device.
+
+    It shares large products with helpers of its own. The number of threads changes the time they take and no bit.
+    """
 
     name = "cpu"
 
     def __init__(
         self, threads: int | None = None, *, debug: HostDebug | None = None, memory_limit_bytes: int | None = None
     ) -> None:
-        """Start the streams, and check that decode products are row-invariant.
+        """Start the threads, and check that decode products are row-invariant.
 
-        threads             BLAS threads, fixed for the whole process; None: one per available core
+        threads             that compute, the calling one included; None: one per available core. The BLAS itself has
+                            one thread from now on, in the whole process
         memory_limit_bytes  float32 weights held at most; None: most of the available RAM
         Raises ``DeviceError`` if the BLAS gives a row other bits when its neighbours change.
         """
-        self.threads = fix_blas_threads(threads)
-        _check_row_invariance(self.threads)
+        use_one_blas_thread()
+        _check_row_invariance()
+        self.threads = default_threads() if threads is None else threads
+        self._team = Team(self.threads)
         self.capabilities = Capabilities(
             device=self.name,
             kv_pairs=frozenset(itertools.product(KvType, KvType)),
@@ -81,7 +88,7 @@ class HostDevice:
         self.compute: Stream = self._compute
         self.copy: Stream = self._copy
         self.publish: Stream = self._publish
-        self.ops: Ops = HostOps(round_q=self._debug.round_q)
+        self.ops: Ops = HostOps(self._team, round_q=self._debug.round_q)
         self._weights = HostWeights(memory_limit_bytes)
         self._arena = np.empty(0, np.uint8)
         self._vector_bytes = 0
@@ -196,6 +203,7 @@ class HostDevice:
 
     def close(self) -> None:
         """See ``Device``. Copies that have not begun are dropped; their fences raise ``DeviceError``."""
+        self._team.close()
         self._copy.close()
         self._publish.close()
         self._arena = np.empty(0, np.uint8)
@@ -216,11 +224,10 @@ class HostDevice:
 
 
 @cache
-def _check_row_invariance(threads: int) -> None:
+def _check_row_invariance() -> None:
     """Compare rows multiplied together with the same rows alone, at another address, bit for bit.
 
-    Products of a fixed shape should be safe; whether they are is up to the BLAS, so it is tried. The answer holds for
-    the process as long as its thread count does.
+    Products of a fixed shape should be safe; whether they are is up to the BLAS, so it is tried, once in a process.
     """
     rng = np.random.default_rng(0)
     for n_out, n_in in _PROBE_SHAPES:
@@ -233,6 +240,6 @@ def _check_row_invariance(threads: int) -> None:
             matmul(x[row : row + 1].copy(), weight, alone, phase=Phase.DECODE)
             if alone.tobytes() != together[row].tobytes():
                 raise DeviceError(
-                    f"with {threads} threads this machine's BLAS gives a row of a [{n_out}, {n_in}] product other bits "
-                    "beside other rows; try --threads 1, or a NumPy with OpenBLAS"
+                    f"this machine's BLAS gives a row of a [{n_out}, {n_in}] product other bits beside other rows; "
+                    "use a NumPy with OpenBLAS"
                 )

@@ -44,16 +44,19 @@ def available_ram_bytes() -> int:
     return max(0, available)
 
 
-def fix_blas_threads(threads: int | None) -> int:
-    """Set the BLAS's thread count for the whole process, and return it.
+def default_threads() -> int:
+    """One per available core, or fewer if the BLAS's own environment variable says so."""
+    return min([available_cores(), *_first_blas_threads()])
 
-    A BLAS adds in another order with another number of threads, so the count must not change under a running model.
-    ``None``: one per available core, or fewer if the BLAS's own environment variable says so.
+
+def use_one_blas_thread() -> None:
+    """Have the BLAS compute each product on the thread that asks for it, in the whole process.
+
+    Its own threads wait for each other in busy loops: on cores that have other work too, a product takes ten times as
+    long with two of them as with one. And it adds in another order with another number of them.
     """
-    if threads is None:
-        threads = min([available_cores(), *_first_blas_threads()])
-    _blas().limit(limits=threads, user_api="blas")
-    return threads
+    _first_blas_threads()   # remember them
+    _blas().limit(limits=1, user_api="blas")
 
 
 @cache
@@ -63,7 +66,7 @@ def _blas() -> ThreadpoolController:
 
 @cache
 def _first_blas_threads() -> tuple[int, ...]:
-    """The thread counts that the loaded BLAS libraries started with, before anyone here changed them."""
+    """The thread counts that the loaded BLAS libraries started with, before ``use_one_blas_thread``."""
     return tuple(pool["num_threads"] for pool in _blas().info() if pool["user_api"] == "blas")
 
 

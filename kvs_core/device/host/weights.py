@@ -1,12 +1,13 @@
 """A model's matrices on the host: held as float32, or left in the mapped file and dequantised piece by piece.
 
-Both kinds hand out the same pieces of rows, and every product is made piece by piece: a BLAS may add in another order
-for another shape, so only so does a result not depend on how a matrix is held.
+Both kinds have the same pieces of rows, and every product is made piece by piece: a BLAS may add in another order for
+another shape, so only so does a result not depend on how a matrix is held, nor on how many threads share its pieces.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -23,12 +24,12 @@ from kvs_core.units import MIB, ceil_div
 
 Floats = npt.NDArray[np.float32]
 
-PIECE_BYTES = {Phase.DECODE: 4 * MIB, Phase.PREFILL: 8 * MIB}
-"""Float32 bytes of a piece at most, if a row is no longer.
+PIECE_BYTES = {Phase.DECODE: MIB, Phase.PREFILL: 2 * MIB}
+"""Float32 bytes of a piece at most, if a row is no longer. The same for every number of threads.
 
 DECODE: what one row of a step has multiplied is still in a core's cache for the next row, so that four rows cost about
-two passes over memory. PREFILL: one product packs all rows anew, so pieces are larger. Both are long beside the start
-of a threaded product.
+two passes over memory. PREFILL: one product packs all rows anew, so pieces are larger. Both are long beside calling
+another thread, and small enough that a matrix of a few MiB can be shared.
 """
 
 _HELD_SHARE = 0.6    # of the available RAM; the rest is for the KV history, the arena and the mapped file
@@ -62,15 +63,12 @@ class HostMatrix:
         self.n_in = n_in
 
     def read(self, first: int, rows: int) -> Floats:
-        """Rows [first, first + rows), contiguous; good until the next call. No more than a piece holds."""
+        """Rows [first, first + rows), contiguous; good until this thread's next call. Threads may read together."""
         raise NotImplementedError
 
-    def pieces(self, phase: Phase) -> Iterator[tuple[slice, Floats]]:
-        """The rows of each piece and its values, in order; the values are good until the next piece is asked for."""
-        step = _piece_rows(self.n_out, self.n_in, phase)
-        for first in range(0, self.n_out, step):
-            rows = min(step, self.n_out - first)
-            yield slice(first, first + rows), self.read(first, rows)
+    def pieces(self, phase: Phase) -> range:
+        """The first row of each piece; all have ``step`` rows, the last one what is left."""
+        return range(0, self.n_out, _piece_rows(self.n_out, self.n_in, phase))
 
 
 class HeldMatrix(HostMatrix):
@@ -87,9 +85,9 @@ class HeldMatrix(HostMatrix):
 
 
 class MappedMatrix(HostMatrix):
-    """A quantised matrix in a mapped file. All matrices of a device share one scratch for the piece in use."""
+    """A quantised matrix in a mapped file. All matrices of a device share each thread's scratch for its piece."""
 
-    def __init__(self, info: TensorInfo, scratch: Floats) -> None:
+    def __init__(self, info: TensorInfo, scratch: _Scratch) -> None:
         n_in, n_out = info.shape
         super().__init__(info.name, n_out, n_in)
         self._info = info
@@ -97,8 +95,21 @@ class MappedMatrix(HostMatrix):
 
     def read(self, first: int, rows: int) -> Floats:
         """Rows dequantised into the scratch."""
-        out = self._scratch[: rows * self.n_in].reshape(rows, self.n_in)
-        return dequantize_rows(self._info, first, rows, out)
+        return dequantize_rows(self._info, first, rows, self._scratch.floats(rows, self.n_in))
+
+
+class _Scratch(threading.local):
+    """Memory of each thread for the piece in use, as large as the largest so far."""
+
+    def __init__(self) -> None:
+        self._values = np.empty(0, np.float32)
+
+    def floats(self, rows: int, n_in: int) -> Floats:
+        """Undefined values [rows, n_in]; what this thread had before is given up."""
+        size = rows * n_in
+        if self._values.size < size:
+            self._values = aligned_bytes(4 * size, "a piece of a matrix").view(np.float32)
+        return self._values[:size].reshape(rows, n_in)
 
 
 class HostWeights:
@@ -110,7 +121,7 @@ class HostWeights:
         self.held_bytes = 0
         self._limit_bytes = limit_bytes
         self._matrices: dict[str, HostMatrix] = {}
-        self._scratch: Floats | None = None
+        self._scratch = _Scratch()
 
     def prepare(self, infos: Sequence[TensorInfo], progress: Progress | None = None) -> None:
         """Hold, in the order given, each matrix that still fits the limit; the others stay in the file.
@@ -145,14 +156,11 @@ class HostWeights:
         n_in, n_out = info.shape
         if info.quant is GGMLQuantizationType.F32:
             return HeldMatrix(info.name, info.data.view(np.float32).reshape(n_out, n_in))
-        needed = max(n_in, *(size // 4 for size in PIECE_BYTES.values()))
-        if self._scratch is None or self._scratch.size < needed:
-            self._scratch = aligned_bytes(4 * needed, "a piece of a matrix").view(np.float32)
         return MappedMatrix(info, self._scratch)
 
 
 def _piece_rows(n_out: int, n_in: int, phase: Phase) -> int:
-    """Rows of a piece: all are about as long, as a short one at the end would not be worth the BLAS's threads."""
+    """Rows of a piece: all are about as long, so that threads are done together."""
     most = max(1, PIECE_BYTES[phase] // (4 * n_in))
     return ceil_div(n_out, ceil_div(n_out, most))
 

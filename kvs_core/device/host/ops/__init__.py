@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvs_core.device.base import Buffer
+from kvs_core.device.base import Buffer, Weight
 from kvs_core.device.host.ops import attention, basic, gdn, kv_write
+from kvs_core.device.host.workers import Team
+from kvs_core.memory.phases import Phase
 from kvs_core.paging.geometry import PageGeometry
 from kvs_core.paging.spans import GroupPart, PageRef
 
 
 class HostOps:
-    """``Ops`` on NumPy arrays. An op is done when it returns."""
+    """``Ops`` on NumPy arrays. An op is done when it returns; no bit depends on the team's number of threads."""
 
-    def __init__(self, *, round_q: bool = False) -> None:
+    def __init__(self, team: Team, *, round_q: bool = False) -> None:
         """``round_q``: attention rounds queries to q8_0 when keys are quantised, as llama.cpp's CPU code does."""
+        self._team = team
         self._round_q = round_q
 
     embed = staticmethod(basic.embed)
-    matmul = staticmethod(basic.matmul)
     rms_norm = staticmethod(basic.rms_norm)
     add = staticmethod(basic.add)
     add_bias = staticmethod(basic.add_bias)
@@ -35,6 +37,10 @@ class HostOps:
     gdn_decode = staticmethod(gdn.gdn_decode)
     gdn_apply = staticmethod(gdn.gdn_apply)
     gdn_prefill = staticmethod(gdn.gdn_prefill)
+
+    def matmul(self, x: Buffer, weight: Weight, out: Buffer, *, phase: Phase) -> None:
+        """See ``Ops.matmul``."""
+        basic.matmul(x, weight, out, phase=phase, team=self._team)
 
     def attend_decode(
         self, q: Buffer, pool: Buffer, geometry: PageGeometry, parts: Sequence[GroupPart], scratch: Buffer,

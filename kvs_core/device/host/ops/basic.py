@@ -1,7 +1,8 @@
 """Plain NumPy forms of the elementwise and matrix ops: the reference for every other device.
 
 In DECODE a row's bits must not depend on the number of rows. Elementwise NumPy loops and sums over the last axis of an
-array do not; a BLAS product does, so each row has its own matrix-vector product.
+array do not; a BLAS product does, so each row has its own matrix-vector product. In neither phase do bits depend on the
+number of threads: a product is made of pieces that the matrix's shape alone fixes, each by one thread.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import numpy as np
 
 from kvs_core.device.base import Buffer, RopeTable, Weight
 from kvs_core.device.host.weights import HostMatrix
+from kvs_core.device.host.workers import Team
 from kvs_core.memory.phases import Phase
 
 _EXP_LIMIT = np.float32(88.0)   # exp of it is still a float32
+_ALONE = Team(1)
 
 
 def sigmoid(x: Buffer) -> Buffer:
@@ -42,17 +45,24 @@ def embed(table: Weight, tokens: np.ndarray, out: Buffer) -> None:
         row[:] = table.read(token, 1)[0]
 
 
-def matmul(x: Buffer, weight: Weight, out: Buffer, *, phase: Phase) -> None:
-    """See ``Ops.matmul``."""
+def matmul(x: Buffer, weight: Weight, out: Buffer, *, phase: Phase, team: Team = _ALONE) -> None:
+    """See ``Ops.matmul``. The team shares the pieces; which thread has which does not show in the bits."""
     assert isinstance(weight, HostMatrix)
     assert x.shape[1] == weight.n_in
     assert out.shape == (len(x), weight.n_out)
-    for columns, values in weight.pieces(phase):
+    matrix, pieces = weight, weight.pieces(phase)
+
+    def multiply(piece: int) -> None:
+        first = pieces[piece]
+        columns = slice(first, min(first + pieces.step, matrix.n_out))
+        values = matrix.read(first, columns.stop - first)
         if phase is Phase.PREFILL:
             np.matmul(x, values.T, out=out[:, columns])
         else:
             for x_row, out_row in zip(x, out, strict=True):
                 np.dot(values, x_row, out=out_row[columns])
+
+    team.share(len(pieces), multiply)
 
 
 def rms_norm(x: Buffer, weight: Buffer, out: Buffer, *, eps: float) -> None:
