@@ -60,9 +60,8 @@ def _sizes(file: GgufFile, settings: dict[str, Any], pool: float, fixed: bool) -
         page_bytes = probe.geometry.page_bytes
         if fixed:
             return {"pool_bytes": slots * page_bytes}
-        return {
-            "arena_bytes": max(required_bytes(memory.request(phase), slot_bytes=page_bytes, slots=slots) for phase in Phase)
-        }
+        phases = [required_bytes(memory.request(phase), slot_bytes=page_bytes, slots=slots) for phase in Phase]
+        return {"arena_bytes": max(phases)}
     finally:
         probe.close()
 
