@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any, cast
 
@@ -18,6 +19,16 @@ from rich.console import Console
 from typer.core import TyperCommand
 
 from kvs_cli.completion import SHELLS, completion_script
+from kvs_cli.ending import (
+    FAILED,
+    INTERRUPTED,
+    OutputError,
+    ReaderLeft,
+    drop_stdout,
+    open_missing_streams,
+    printable,
+    writing,
+)
 from kvs_cli.help import print_help
 from kvs_cli.logging import configure_logging
 from kvs_cli.options import Parsed, parse
@@ -27,7 +38,6 @@ from kvs_core.settings.typed import info_settings, logging_settings, run_setting
 from kvs_core.units import MIB
 
 COMMANDS: tuple[Command, ...] = ("run", "info")
-INTERRUPTED = 130
 
 # Click's class of usage errors. Typer carries its own copy of click since 0.26, so it is reached through typer.
 _UsageError = cast("type[Exception]", typer.BadParameter.__bases__[0])
@@ -52,11 +62,11 @@ def _kvs(
     completion_bash: Annotated[bool, typer.Option("--completion-bash", help="Same as kvs completion bash.")] = False,
 ) -> None:
     if show_version:
-        print(f"kvs {_version()}")
+        _print(f"kvs {_version()}\n")
     elif completion_bash:
-        print(completion_script("bash", COMMANDS), end="")
+        _print(completion_script("bash", COMMANDS))
     elif ctx.invoked_subcommand is None:
-        print(ctx.get_help(), end="")
+        _print(ctx.get_help())
     else:
         return
     raise typer.Exit(0)
@@ -84,7 +94,7 @@ def info(ctx: typer.Context) -> None:
 def completion(shell: Annotated[str, typer.Argument(help="bash, zsh or fish")] = "bash") -> None:
     if shell not in SHELLS:
         raise SettingsError(f"no completion for {shell!r}; use one of {', '.join(SHELLS)}")
-    print(completion_script(shell, COMMANDS), end="")
+    _print(completion_script(shell, COMMANDS))
 
 
 def _begin(command: Command, argv: Sequence[str]) -> Parsed:
@@ -93,7 +103,7 @@ def _begin(command: Command, argv: Sequence[str]) -> Parsed:
     if _act(parsed, command):
         raise typer.Exit(0)
     for notice in parsed.notices:
-        print(notice, file=sys.stderr)
+        _say(notice)
     configure_logging(logging_settings(parsed.values))
     return parsed
 
@@ -102,32 +112,33 @@ def _act(parsed: Parsed, command: Command) -> bool:
     """Do what was asked for instead of the command's work, such as ``--help``; False if nothing was."""
     values = parsed.values
     if values["help"] or values["help_all"]:
-        print_help(command, everything=values["help_all"], console=Console())
+        with writing():
+            print_help(command, everything=values["help_all"], console=Console())
     elif values["version"]:
-        print(f"kvs {_version()}")
+        _print(f"kvs {_version()}\n")
     elif values["completion_bash"]:
-        print(completion_script("bash", COMMANDS), end="")
+        _print(completion_script("bash", COMMANDS))
     elif values["list_devices"]:
-        print(f"cpu: NumPy on the host ({os.cpu_count()} cores, {_free_mib()} MiB free)")
+        _print(_device_list())
     elif values["cache_list"]:
-        _print_cache()
+        _print(_cache_list())
     else:
         return False
     return True
 
 
-def _print_cache() -> None:
+def _device_list() -> str:
+    from kvs_core.device.host.machine import available_cores, available_ram_bytes
+
+    return f"cpu: NumPy on the host ({available_cores()} cores, {available_ram_bytes() // MIB} MiB free)\n"
+
+
+def _cache_list() -> str:
     from kvs_core.formats.hub import cache_dir, cached_models
 
     models = cached_models()
-    for model in models:
-        print(f"{model.source}  {model.file}  {model.n_bytes / MIB:.0f} MiB")
-    print(f"{len(models)} models in {cache_dir()}")
-
-
-def _free_mib() -> int:
-    """Host memory that can be had now, in MiB."""
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // MIB
+    lines = [f"{model.source}  {model.file}  {model.n_bytes / MIB:.0f} MiB" for model in models]
+    return "".join(f"{printable(line)}\n" for line in (*lines, f"{len(models)} models in {cache_dir()}"))
 
 
 def _version() -> str:
@@ -139,35 +150,46 @@ def _version() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (default: the process's) and return the exit code."""
+    open_missing_streams()
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows ? instead of failing
     try:
         code = app(args=list(sys.argv[1:] if argv is None else argv), prog_name="kvs", standalone_mode=False)
-        sys.stdout.flush()
+        with writing():
+            sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except typer.Exit as leave:
         return leave.exit_code
+    except OutputError as error:
+        drop_stdout()
+        return FAILED if isinstance(error, ReaderLeft) else _fail(str(error))
     except KvsError as error:
         return _fail(str(error))
     except _UsageError as error:
         return _fail(f"{cast('Any', error).format_message().rstrip('.')}; kvs --help lists what there is")
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
-    except BrokenPipeError:  # whoever read stdout has left
-        _drop_stdout()
-        return 1
-    except OSError as error:  # files that are read have errors of their own: this is output that cannot be written
-        _drop_stdout()
-        return _fail(f"the output cannot be written: {error.strerror or error}")
+    except BrokenPipeError:  # the reader has left in the middle of the help that typer prints
+        drop_stdout()
+        return FAILED
+    except OSError as error:  # one that no adapter has made an error of kvs
+        drop_stdout()
+        return _fail(f"the system says: {error}; check what it names, and try again")
     except MemoryError:
         return _fail("out of memory; use a smaller context, arena or model, or end other programs")
 
 
-def _drop_stdout() -> None:
-    """Keep the interpreter from writing, at its end, what is still in the buffer."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _print(text: str) -> None:
+    with writing():
+        sys.stdout.write(text)
+
+
+def _say(line: str) -> None:
+    """One line on stderr; if that cannot be written there is nobody to tell."""
+    with suppress(OSError):
+        print(printable(line), file=sys.stderr)
 
 
 def _fail(message: str) -> int:
-    print(f"error: {message}", file=sys.stderr)
-    return 1
+    _say(f"error: {message}")
+    return FAILED

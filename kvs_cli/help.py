@@ -22,8 +22,8 @@ _ABOUT: Mapping[Command, str] = MappingProxyType({
     "serve": "Serve a GGUF model over HTTP.",
 })
 _USAGE: Mapping[Command, str] = MappingProxyType({
-    "run": "kvs run [PROMPT_FILE | -] --model FILE [options]",
-    "info": "kvs info MODEL [options]",
+    "run": "kvs run [PROMPT_FILE | -] [--model FILE] [options]",
+    "info": "kvs info [MODEL] [options]",
     "serve": "kvs serve --model FILE [options]",
 })
 _EXAMPLES: Mapping[Command, tuple[tuple[str, str], ...]] = MappingProxyType({

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvs_cli.render import Screen
+from kvs_core.demo import DEMO_MODEL
 from kvs_core.device.host.device import HostDevice
 from kvs_core.engine.engine import Engine
 from kvs_core.formats.finite import check_finite
@@ -52,8 +53,9 @@ def plan_context(model: OpenModel, settings: EngineSettings) -> ContextPlan:
     plan = settings.context.plan(model.spec.n_ctx_train)
     if plan.capped:
         LOGGER.warning(
-            "--ctx-size %d: the model was trained for %d tokens; the context is %d",
-            settings.context.ctx_size, model.spec.n_ctx_train, plan.context_tokens,
+            "--ctx-size %d: the model was trained for %d tokens; the context is %d "
+            "(--override-kv %s.context_length=int:N says otherwise)",
+            settings.context.ctx_size, model.spec.n_ctx_train, plan.context_tokens, model.spec.arch,
         )
     return plan
 
@@ -80,6 +82,9 @@ def open_engine(model: OpenModel, settings: EngineSettings, screen: Screen) -> I
 
 def _find(settings: ModelSettings, screen: Screen) -> Path:
     source = settings.source
+    if source is None:
+        LOGGER.info("model: no --model was given; taking the demo model that comes with kvs")
+        return DEMO_MODEL
     if isinstance(source, Path):
         return source
     with screen.stage("fetching the model", "bytes") as progress:

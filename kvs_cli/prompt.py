@@ -45,7 +45,7 @@ def prompt_tokens(model: OpenModel, text: str, chat: ChatSettings, context: Cont
     tokens = model.tokenizer.encode(text)
     if not tokens:
         raise SettingsError("the prompt is empty, and this model puts no token in front of a text; give some text")
-    check_prompt(len(tokens), context.context_tokens)
+    check_prompt(len(tokens), context)
     return tokens
 
 
@@ -105,7 +105,7 @@ def _check_size(text: str, tokenizer: Tokenizer, context: ContextPlan) -> None:
     if least_tokens >= context.context_tokens:
         raise ContextError(
             f"the prompt has {size_bytes} bytes, at least {least_tokens} tokens; the context holds "
-            f"{context.context_tokens}; raise --ctx-size or shorten the prompt",
+            f"{context.context_tokens}; {context.advice}",
             prompt_tokens=least_tokens,
             context_tokens=context.context_tokens,
         )

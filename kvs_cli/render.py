@@ -10,19 +10,18 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias
 
 from rich.console import Console
 
+from kvs_cli.ending import printable, writing
 from kvs_cli.result import RunResult
 from kvs_core.settings import LoggingSettings
-from kvs_core.units import MIB
+from kvs_core.units import MIB, Progress
 
 Unit: TypeAlias = Literal["bytes", "tokens"]
-Progress: TypeAlias = Callable[[int, int], None]
-"""Called with what is done and all there is; 0 if that is unknown."""
 
 LOGGER = logging.getLogger(__name__)
 
@@ -86,8 +85,9 @@ def amount(number: float, unit: Unit) -> str:
 def write_text(text: str) -> None:
     """A piece of the generated text, seen at once."""
     if text:
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        with writing():
+            sys.stdout.write(text)
+            sys.stdout.flush()
 
 
 def end_text() -> None:
@@ -98,24 +98,22 @@ def end_text() -> None:
 
 def print_json(value: Mapping[str, Any]) -> None:
     """One JSON object on one line. Numbers keep all their digits; text beyond ASCII is escaped, whatever the locale."""
-    print(json.dumps(value, allow_nan=False))
+    text = json.dumps(value, allow_nan=False)
+    with writing():
+        print(text)
 
 
 def print_sections(sections: Mapping[str, Mapping[str, str]]) -> None:
     """Headings with aligned lines of names and values below them."""
     console = Console(highlight=False, markup=False, soft_wrap=True, emoji=False)
     width = max(len(name) for lines in sections.values() for name in lines)
-    for number, (heading, lines) in enumerate(sections.items()):
-        if number:
-            console.print()
-        console.print(heading, style="bold")
-        for name, value in lines.items():
-            console.print(f"  {name:<{width}}  {printable(value)}")
-
-
-def printable(text: str) -> str:
-    """``text`` without characters that a terminal would act upon: names in model files are anybody's."""
-    return "".join(char if char.isprintable() else "\ufffd" for char in text)
+    with writing():
+        for number, (heading, lines) in enumerate(sections.items()):
+            if number:
+                console.print()
+            console.print(heading, style="bold")
+            for name, value in lines.items():
+                console.print(f"  {name:<{width}}  {printable(value)}")
 
 
 def log_summary(result: RunResult) -> None:

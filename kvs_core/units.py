@@ -1,9 +1,14 @@
-"""Units. Bytes and tokens inside, MiB only in flags and in what is printed."""
+"""Units, and progress in them. Bytes and tokens inside, MiB only in flags and in what is printed."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 MIB = 1 << 20
-GIB = 1 << 30
+
+Progress: TypeAlias = Callable[[int, int], None]
+"""Called with how much of something long is done and how much there is in all, in one unit; 0 in all: not known."""
 
 
 def ceil_div(value: int, step: int) -> int:

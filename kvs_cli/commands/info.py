@@ -164,7 +164,7 @@ def _sections(facts: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     model, kv, plan = facts["model"], facts["kv"], facts["plan"]
     tokenizer, sampling = facts["tokenizer"], facts["sampling"]
     phases = plan["phases"]
-    chosen = " (chosen from free memory)" if plan["arena_is_chosen"] else ""
+    chosen = " (chosen)" if plan["arena_is_chosen"] else ""
     return {
         "Model": {
             "name": model["name"],

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 
-from kvs_cli.app import INTERRUPTED as INTERRUPTED_CODE
+from kvs_cli import ending
 from kvs_cli.open_model import OpenModel, open_engine, open_model, plan_context
 from kvs_cli.prompt import prompt_tokens, read_prompt
 from kvs_cli.render import Screen, end_text, log_summary, print_json, write_text
@@ -39,7 +39,7 @@ def execute(settings: RunSettings) -> int:
     if settings.output.json:
         print_json(result.as_json())
     log_summary(result)
-    return INTERRUPTED_CODE if result.stop_reason == INTERRUPTED else 0
+    return ending.INTERRUPTED if result.stop_reason == INTERRUPTED else 0
 
 
 def _sampler(model: OpenModel, settings: RunSettings) -> Sampler:
@@ -72,11 +72,11 @@ def _generate(
     accept_prompt(sampler, prompt)
     pieces: list[Piece] = []
     token_s: list[float] = []
-    stop_reason = INTERRUPTED
+    n_predict = settings.engine.context.n_predict
+    stop_reason = INTERRUPTED if n_predict else "length"   # where no piece says why the text ends
     try:
         with closing(complete(
-            session, sampler, logits, model.tokenizer,
-            n_predict=settings.engine.context.n_predict, stops=output.stop, special=output.special,
+            session, sampler, logits, model.tokenizer, n_predict=n_predict, stops=output.stop, special=output.special,
             n_probs=output.n_probs if output.json else 0,
         )) as completion:
             for piece in completion:

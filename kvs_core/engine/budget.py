@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvs_core.device.workspace import BufferSpec
-from kvs_core.errors import CapabilityError
+from kvs_core.errors import CapabilityError, SettingsError
 from kvs_core.memory.phases import MemoryPlan, Phase, PhaseRequest, required_bytes
 from kvs_core.models.model import forward_buffers, logit_buffers
 from kvs_core.models.recurrent import MAX_ROWS
@@ -33,7 +33,9 @@ _FREE_SHARE = 0.4   # of free memory that an arena chosen by kvs takes at most; 
 def page_geometry(layers: tuple[LayerSpec, ...], kv: KvSettings) -> PageGeometry:
     """The pages of a model's attention layers. ``CapabilityError`` if they differ or the types do not fit."""
     shapes = {(layer.kv_heads, layer.k_dim, layer.v_dim) for layer in layers}
-    if len(shapes) != 1:
+    if not shapes:
+        raise CapabilityError("the model has no attention layer, so it keeps no KV; use a model with attention layers")
+    if len(shapes) > 1:
         raise CapabilityError(f"attention layers of {len(shapes)} different KV shapes do not share one pool of pages")
     heads, k_dim, v_dim = shapes.pop()
     k_type, v_type = KvType.parse(kv.type_k), KvType.parse(kv.type_v)
@@ -103,7 +105,7 @@ def plan_budget(
 ) -> Budget:
     """The budget of a model, from its sizes alone. ``BudgetError`` or ``CapabilityError`` if it cannot be.
 
-    free_bytes               of the device, for an arena that is chosen here
+    free_bytes               of the device, for an arena that is chosen here and fitted (``kv.fit``)
     arena_bytes, pool_bytes  exact sizes instead of ``kv.arena_mib`` and ``kv.pool_mib``; arenas in multiples of 256
     """
     plan = context.plan(spec.n_ctx_train)
@@ -115,9 +117,23 @@ def plan_budget(
         geometry, need, buffers,
         arena_bytes=arena_bytes if kv.arena_mib is None else kv.arena_mib * MIB,
         pool_bytes=pool_bytes if kv.pool_mib is None else kv.pool_mib * MIB,
-        free_bytes=free_bytes,
+        free_bytes=free_bytes if kv.fit else None,
     )
+    _check_ring(kv, need, min(memory.slots(phase) for phase in Phase))
     return Budget(plan, mode, geometry, need, buffers, memory)
+
+
+def _check_ring(kv: KvSettings, need: PoolNeed, pool_slots: int) -> None:
+    """``SettingsError`` for a ring or a run that a pool of ``pool_slots`` slots, some of them resident, cannot have."""
+    most = pool_slots - (need.least_slots - 1)
+    if pool_slots >= need.all_slots:
+        return   # nothing is streamed
+    for flag, pages in (("--kv-stream-ring-slots", kv.ring_slots), ("--kv-stream-run-pages", kv.run_pages)):
+        if pages > most:
+            raise SettingsError(
+                f"{flag} {pages}: the pool has {pool_slots} pages, of which {need.least_slots - 1} must stay resident; "
+                f"use at most {most}, or 0 to have it chosen"
+            )
 
 
 def arena_for(memory: MemoryPlan, slots: int) -> int:
@@ -127,9 +143,11 @@ def arena_for(memory: MemoryPlan, slots: int) -> int:
 
 def plan_memory(
     geometry: PageGeometry, need: PoolNeed, buffers: Mapping[Phase, PhaseBuffers], *,
-    arena_bytes: int | None, pool_bytes: int | None, free_bytes: int,
+    arena_bytes: int | None, pool_bytes: int | None, free_bytes: int | None,
 ) -> MemoryPlan:
-    """The arena or the pool as asked for; else an arena for the whole context, if it is a fair part of free memory.
+    """The arena or the pool as asked for; else an arena for the whole context, cut to a fair part of free memory.
+
+    free_bytes  of the device; None: the arena is not cut
 
     ``BudgetError`` if that is too small.
     """
@@ -146,5 +164,6 @@ def plan_memory(
             max(required_bytes(request, slot_bytes=geometry.page_bytes, slots=slots) for request in (prefill, decode))
             for slots in (need.least_slots, need.all_slots)
         )
-        arena_bytes = mib_ceil(max(least, min(every, int(free_bytes * _FREE_SHARE)))) * MIB
+        fair = every if free_bytes is None else min(every, int(free_bytes * _FREE_SHARE))
+        arena_bytes = mib_ceil(max(least, fair)) * MIB
     return MemoryPlan(arena_bytes, geometry.page_bytes, need.least_slots, prefill, decode)

@@ -166,7 +166,9 @@ class Step:
         try:
             batch = Batch(tokens, self._kv.first_position, phase)
             workspace = engine._handover.layout.workspace
-            self._hidden: Buffer = engine._model.forward(batch, self._kv, engine._state, workspace)
+            # Weights that are no numbers give logits that are none; whoever samples from those says so.
+            with np.errstate(all="ignore"):
+                self._hidden: Buffer = engine._model.forward(batch, self._kv, engine._state, workspace)
         except BaseException:
             self._drop()
             raise
@@ -187,7 +189,9 @@ class Step:
         parts = []
         for row in range(first_row, self._rows, engine.logit_rows):
             rows = self._hidden[row : min(row + engine.logit_rows, self._rows)]
-            parts.append(engine._device.download(engine._model.logits(rows, engine._handover.layout.workspace)))
+            with np.errstate(all="ignore"):
+                logits = engine._model.logits(rows, engine._handover.layout.workspace)
+            parts.append(engine._device.download(logits))
         return np.concatenate(parts)
 
     def settle(self, keep: int | None = None) -> None:

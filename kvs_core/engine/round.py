@@ -34,12 +34,12 @@ def generate(
 ) -> Iterator[Token]:
     """Tokens that follow ``logits`` [V], those of the last prompt token.
 
-    n_predict  tokens at most; -1: until the model or the context ends
+    n_predict  tokens at most, 0: none; -1: until the model or the context ends
     The last token of the text is sampled but not run: nothing follows it. The context ends the text when prompt and
     generated tokens fill it, as in llama-server.
     """
     made = 0
-    while True:
+    while made != n_predict:
         token = sampler.pick(logits).token
         probs = token_probs(logits, token, n_probs) if n_probs > 0 else None
         sampler.accept(token)

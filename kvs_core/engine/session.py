@@ -6,16 +6,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from kvs_core.engine.engine import Engine
 from kvs_core.errors import ContextError
 from kvs_core.memory.phases import Phase
-
-PrefillProgress = Callable[[int, int], None]
-"""Called with (tokens done, tokens in all)."""
+from kvs_core.settings.rooms import ContextPlan
+from kvs_core.units import Progress
 
 
 class Session:
@@ -31,14 +30,14 @@ class Session:
         return self.engine.context.context_tokens - len(self.tokens)
 
     def prefill(
-        self, prompt: Sequence[int], *, progress: PrefillProgress | None = None, all_logits: bool = False
+        self, prompt: Sequence[int], *, progress: Progress | None = None, all_logits: bool = False
     ) -> np.ndarray:
         """Run the prompt in batches of ubatches; logits float32 [1, V] of its last token, or [T, V] of all.
 
         ``ContextError`` if it does not fit; then nothing has happened.
         """
         assert len(prompt) > 0, "an empty prompt"
-        check_prompt(len(self.tokens) + len(prompt), self.engine.context.context_tokens)
+        check_prompt(len(self.tokens) + len(prompt), self.engine.context)
         logits: list[np.ndarray] = []
         done = 0
         for rows in ubatches(len(prompt), self.engine.context.batch_tokens, self.engine.context.ubatch_tokens):
@@ -64,14 +63,14 @@ class Session:
         return np.asarray(logits)
 
 
-def check_prompt(prompt_tokens: int, context_tokens: int) -> None:
+def check_prompt(prompt_tokens: int, context: ContextPlan) -> None:
     """``ContextError`` unless a prompt of that many tokens leaves room in the context for one more."""
-    if prompt_tokens >= context_tokens:
+    if prompt_tokens >= context.context_tokens:
         raise ContextError(
-            f"the prompt has {prompt_tokens} tokens, the context holds {context_tokens} and must leave room for one "
-            "more; raise --ctx-size or shorten the prompt",
+            f"the prompt has {prompt_tokens} tokens, the context holds {context.context_tokens} and must leave room "
+            f"for one more; {context.advice}",
             prompt_tokens=prompt_tokens,
-            context_tokens=context_tokens,
+            context_tokens=context.context_tokens,
         )
 
 

@@ -125,7 +125,7 @@ class ChatTemplate:
 
     @property
     def supports_tools(self) -> bool:
-        """Whether it reads ``tools``."""
+        """Whether it reads ``tools``: a server tells its clients."""
         return "tools" in self._names
 
     @cached_property

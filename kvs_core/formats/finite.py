@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from kvs_core.errors import ModelFileError
 from kvs_core.formats.gguf import GgufFile
 from kvs_core.formats.quants import dequantize_rows
+from kvs_core.units import Progress
 
 _PIECE_VALUES = 1 << 20
 
 
-def check_finite(file: GgufFile, progress: Callable[[int, int], None] | None = None) -> None:
+def check_finite(file: GgufFile, progress: Progress | None = None) -> None:
     """Read all weights; raises ModelFileError for the first tensor in which some are NaN or infinite.
 
     ``progress`` hears of the bytes read and of all there are.

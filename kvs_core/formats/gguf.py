@@ -136,17 +136,6 @@ class GgufFile:
         return float(value)
 
     @overload
-    def get_bool(self, key: str) -> bool: ...
-    @overload
-    def get_bool(self, key: str, default: D) -> bool | D: ...
-    def get_bool(self, key: str, default: Any = _MISSING) -> Any:
-        """A bool."""
-        value = self._find(key, default)
-        if value is not default and type(value) is not bool:
-            self._wrong_type(key, value, "a bool")
-        return value
-
-    @overload
     def get_str(self, key: str) -> str: ...
     @overload
     def get_str(self, key: str, default: D) -> str | D: ...

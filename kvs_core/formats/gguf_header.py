@@ -55,10 +55,14 @@ _U64 = _SCALARS[GGUFValueType.UINT64]
 _PAIR_BYTES = 8 + 4 + 1
 _TENSOR_BYTES = 8 + 4 + 4 + 8
 
-# Limits where the bytes left are no bound, since a model's file is long: 64 times the largest vocabulary in use,
-# and many times the longest chat template or embedded tokenizer.
+# Limits where the bytes left are no bound, since a model's file is long, and may be sparse: 64 times the largest
+# vocabulary in use, many times the longest chat template or embedded tokenizer, and for all that becomes values of
+# Python's, ten times the largest vocabulary with its merges.
 _MAX_ARRAY = 1 << 24
 _MAX_STRING_BYTES = 1 << 27
+_MAX_HEADER_BYTES = 1 << 29
+_OBJECT_BYTES = 64  # of a string besides its text, with its place in a list
+_WIDER_BYTES = 3    # that a character of a text beyond ASCII can take more than in UTF-8
 _MAX_NAME_BYTES = 1024
 _MAX_DIMS = 4
 
@@ -97,6 +101,7 @@ class _Cursor:
         self.data = data
         self.end = len(data)
         self.pos = 0
+        self.budget = _MAX_HEADER_BYTES
 
     def fail(self, what: str) -> NoReturn:
         raise ModelFileError(f"{self.path}: {what}")
@@ -107,6 +112,15 @@ class _Cursor:
             self.fail(
                 f"{what} takes {n_bytes} bytes, but {self.end - self.pos} are left at byte {self.pos}: "
                 "the file is damaged or truncated; download it again"
+            )
+
+    def spend(self, n_bytes: int, what: str) -> None:
+        """Take what a value needs in memory from the budget of the header."""
+        self.budget -= n_bytes
+        if self.budget < 0:
+            self.fail(
+                f"the header up to {what} takes more than {_MAX_HEADER_BYTES} bytes of memory, as no model's does: "
+                "the file is damaged; download it again"
             )
 
     def scalar(self, form: struct.Struct, what: str) -> Any:
@@ -120,10 +134,13 @@ class _Cursor:
         self.need(n_bytes, what)
         if n_bytes > limit:
             self.fail(f"{what} is a string of {n_bytes} bytes; at most {limit} make sense")
+        self.spend(n_bytes + _OBJECT_BYTES, what)
         try:
             text = str(self.data[self.pos : self.pos + n_bytes], "utf-8")
         except UnicodeDecodeError:
             self.fail(f"{what} is not UTF-8")
+        if not text.isascii():
+            self.spend(_WIDER_BYTES * len(text), what)
         self.pos += n_bytes
         return text
 
@@ -137,6 +154,8 @@ class _Cursor:
     def strings(self, count: int, what: str) -> list[str]:
         """``count`` strings. The loop is plain for speed: a vocabulary and its merges are half a million."""
         data, pos, end, length_at = self.data, self.pos, self.end, _U64.unpack_from
+        self.spend(count * _OBJECT_BYTES, what)
+        spent_at = pos + count * _U64.size + self.budget  # where the texts will have taken all that is left of it
         texts: list[str] = []
         try:
             for _ in range(count):
@@ -144,11 +163,17 @@ class _Cursor:
                 pos = start + length_at(data, pos)[0]
                 if pos > end or pos - start > _MAX_STRING_BYTES:
                     self.fail(f"{what}: entry {len(texts)} claims {pos - start} bytes, {end - start} are left")
-                texts.append(str(data[start:pos], "utf-8"))
+                if pos > spent_at:
+                    self.spend(pos - spent_at + self.budget, what)
+                text = str(data[start:pos], "utf-8")
+                if not text.isascii():
+                    spent_at -= _WIDER_BYTES * len(text)
+                texts.append(text)
         except struct.error:
             self.fail(f"{what} ends after {len(texts)} of {count} entries: the file is truncated; download it again")
         except UnicodeDecodeError:
             self.fail(f"{what}: entry {len(texts)} is not UTF-8")
+        self.budget = spent_at - pos
         self.pos = pos
         return texts
 
@@ -182,7 +207,10 @@ class _Cursor:
         dtype = np.dtype("u1" if kind is GGUFValueType.BOOL else _SCALARS[kind].format)
         array = np.frombuffer(self.data, dtype, count, self.pos) if count else np.empty(0, dtype)
         self.pos += array.nbytes
-        return array != 0 if kind is GGUFValueType.BOOL else array
+        if kind is not GGUFValueType.BOOL:
+            return array
+        self.spend(array.nbytes, what)
+        return array != 0
 
 
 def _map(path: Path) -> mmap.mmap:
@@ -224,21 +252,22 @@ def read_header(path: Path) -> Header:
     if alignment < 1 or alignment & (alignment - 1):
         cursor.fail(f"general.alignment is {alignment}; it must be a power of two")
 
-    entries = [_read_tensor_entry(cursor, index) for index in range(n_tensors)]
-    start = -(-cursor.pos // alignment) * alignment
-    tensors: dict[str, TensorInfo] = {}
-    for name, shape, quant, offset in entries:
-        if name in tensors:
+    entries: dict[str, _Entry] = {}
+    for index in range(n_tensors):
+        name, entry = _read_tensor_entry(cursor, index)
+        if name in entries:
             cursor.fail(f"tensor {name} appears twice")
-        tensors[name] = _place_tensor(cursor, name, shape, quant, start, offset, alignment)
+        entries[name] = entry
+    start = -(-cursor.pos // alignment) * alignment
+    tensors = {name: _place_tensor(cursor, name, *entry, start, alignment) for name, entry in entries.items()}
     return Header(version, cursor.end, metadata, tensors)
 
 
-_Entry: TypeAlias = "tuple[str, tuple[int, ...], GGMLQuantizationType, int]"
+_Entry: TypeAlias = "tuple[tuple[int, ...], GGMLQuantizationType, int]"
 
 
-def _read_tensor_entry(cursor: _Cursor, index: int) -> _Entry:
-    """Name, shape, quant and offset of the next tensor of the header."""
+def _read_tensor_entry(cursor: _Cursor, index: int) -> tuple[str, _Entry]:
+    """Name of the next tensor of the header, and its shape, quant and offset."""
     name = cursor.name(f"the name of tensor {index}")
     n_dims = cursor.scalar(_U32, f"tensor {name}")
     if n_dims > _MAX_DIMS:
@@ -251,11 +280,11 @@ def _read_tensor_entry(cursor: _Cursor, index: int) -> _Entry:
         quant = GGMLQuantizationType(number)
     except ValueError:
         cursor.fail(f"tensor {name} has quantization type {number}, which is unknown here; use another quantization")
-    return name, shape, quant, cursor.scalar(_U64, f"tensor {name}")
+    return name, (shape, quant, cursor.scalar(_U64, f"tensor {name}"))
 
 
 def _place_tensor(
-    cursor: _Cursor, name: str, shape: tuple[int, ...], quant: GGMLQuantizationType, start: int, offset: int,
+    cursor: _Cursor, name: str, shape: tuple[int, ...], quant: GGMLQuantizationType, offset: int, start: int,
     alignment: int,
 ) -> TensorInfo:
     """The tensor whose data begin ``offset`` bytes after ``start``, which must lie in the file."""

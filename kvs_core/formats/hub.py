@@ -19,18 +19,18 @@ import os
 import re
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
-from typing import IO, Any, TypeAlias
+from stat import S_ISDIR, S_ISREG
+from typing import IO, Any
 from urllib.parse import quote, unquote, urlsplit
 
 from kvs_core.errors import ModelFileError, SettingsError
 from kvs_core.formats.gguf import part_names
-
-Progress: TypeAlias = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all) while a model is fetched; 0 in all where the server does not say."""
+from kvs_core.units import Progress
 
 _REPO = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<tag>[\w.-]+))?", re.ASCII)
 _SIDECAR = re.compile(r".*(mmproj|imatrix).*|(mtp|eagle3|dflash)-.*")
@@ -124,31 +124,43 @@ def cached_models() -> list[CachedModel]:
     """Every complete model of the cache, in alphabetical order."""
     models: dict[tuple[str, str], CachedModel] = {}
     root = cache_dir()
-    for repo_dir in root.glob("models--*--*"):
+    for repo_dir, _ in _statuses(root, "models--*--*"):
         source = "/".join(repo_dir.name.split("--")[1:])
         for snapshot in reversed(_snapshots(repo_dir)):  # the newest last: it stands
-            for name in _models(_complete(_files(snapshot))):
-                models[source, name] = _cached(source, snapshot / name, name)
-    urls = root / "urls"
-    for name in _models(_complete(_files(urls))):
-        source, _, file = name.rpartition("/")
-        models[source, file] = _cached(source, urls / name, file)
+            _add_models(models, source, snapshot)
+    _add_models(models, "", root / "urls")
     return [models[key] for key in sorted(models)]
 
 
-def _cached(source: str, path: Path, file: str) -> CachedModel:
-    n_bytes = sum(path.with_name(part).stat().st_size for part in part_names(path.name))
-    return CachedModel(source, file, n_bytes, path)
+def _add_models(models: dict[tuple[str, str], CachedModel], source: str, folder: Path) -> None:
+    """Those below ``folder``; without a ``source``, their own folder is it."""
+    sizes = _files(folder)
+    for name in _models(_complete(sizes)):
+        place, file = (source, name) if source else (name.rpartition("/")[0], name.rpartition("/")[2])
+        models[place, file] = CachedModel(place, file, sum(sizes[part] for part in _parts(name)), folder / name)
 
 
 def _snapshots(repo_dir: Path) -> list[Path]:
     """The cached states of a repository, the newest first."""
-    return sorted(repo_dir.glob("snapshots/*"), key=lambda path: path.stat().st_mtime, reverse=True)
+    found = _statuses(repo_dir, "snapshots/*")
+    folders = [(status.st_mtime_ns, path) for path, status in found if S_ISDIR(status.st_mode)]
+    return [path for _, path in sorted(folders, reverse=True)]
 
 
-def _files(folder: Path) -> list[str]:
-    """GGUF files below ``folder`` as relative names; a link to a blob that is gone is none."""
-    return [path.relative_to(folder).as_posix() for path in folder.rglob("*.gguf") if path.is_file()]
+def _files(folder: Path) -> dict[str, int]:
+    """GGUF files below ``folder``, relative names to bytes; a link to a blob that is gone is none."""
+    found = _statuses(folder, "**/*.gguf")
+    return {path.relative_to(folder).as_posix(): status.st_size for path, status in found if S_ISREG(status.st_mode)}
+
+
+def _statuses(folder: Path, pattern: str) -> list[tuple[Path, os.stat_result]]:
+    """What matches ``pattern`` and can be looked at. Other programs use the cache too, and take away what is in it."""
+    found = []
+    with suppress(OSError):  # a folder that goes away, or that is not ours to read
+        for path in folder.glob(pattern):
+            with suppress(OSError):
+                found.append((path, path.stat()))
+    return found
 
 
 def _parts(name: str) -> list[str]:
@@ -157,9 +169,9 @@ def _parts(name: str) -> list[str]:
     return [path.with_name(part).as_posix() for part in part_names(path.name)]
 
 
-def _complete(names: list[str]) -> list[str]:
+def _complete(names: Iterable[str]) -> list[str]:
     there = set(names)
-    return [name for name in names if there.issuperset(_parts(name))]
+    return [name for name in there if there.issuperset(_parts(name))]
 
 
 def _models(names: Iterable[str]) -> list[str]:

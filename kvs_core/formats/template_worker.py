@@ -8,7 +8,9 @@ It says ``ready``; then one JSON object per line comes in and one goes out:
 
 Jinja's immutable sandbox keeps the template from reaching Python objects and bounds ``range``. What a sandbox inside
 one process cannot bound is time and memory (``'a' * 10**10``, nested loops, comparing nested lists), hence this
-process: its memory is limited here, its output below, and its parent ends it when it takes too long.
+process: its memory is limited here, its output below, and its parent ends it when it takes too long. Should the parent
+be gone by then, the system ends it, after as much processor time as its argument says, in whole seconds per request;
+while it waits for a request, the end of the pipe does.
 
 Run as a script with nothing but the standard library and Jinja, so that it starts in a tenth of a second.
 """
@@ -19,6 +21,7 @@ import json
 import resource
 import sys
 from datetime import datetime
+from math import ceil
 from typing import Any, NoReturn
 
 import jinja2
@@ -114,12 +117,22 @@ class Renderer:
         return {"names": sorted({name.name for name in names if name.ctx == "load"})}
 
 
+def allow_cpu_seconds(seconds: int) -> None:
+    """Have the system end this process once it has computed that much longer."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    _, most = resource.getrlimit(resource.RLIMIT_CPU)
+    limit = ceil(used.ru_utime + used.ru_stime) + seconds
+    resource.setrlimit(resource.RLIMIT_CPU, (limit if most == resource.RLIM_INFINITY else min(limit, most), most))
+
+
 def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
+    seconds = int(sys.argv[1])
     renderer = Renderer()
     sys.stdout.buffer.write(b"ready\n")
     sys.stdout.buffer.flush()
     for line in sys.stdin.buffer:
+        allow_cpu_seconds(seconds)
         sys.stdout.buffer.write(json.dumps(renderer.answer(json.loads(line))).encode() + b"\n")
         sys.stdout.buffer.flush()
 

@@ -136,16 +136,15 @@ class Tokenizer:
         return b"".join(self.token_bytes(i, special=special) for i in ids)
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
-        """The same as text, with U+FFFD for bytes that are no UTF-8."""
+        """The same as text, with U+FFFD for bytes that are no UTF-8.
+
+        For all tokens at once, as a server's detokenize has them; text that comes token by token takes ``Utf8Stream``.
+        """
         return self.decode_bytes(ids, special=special).decode("utf-8", errors="replace")
 
     def token_text(self, token_id: int) -> str:
         """The text of a token as the vocabulary holds it: byte-level characters or ``▁`` included."""
         return self._vocabulary.texts[token_id]
-
-    def is_control(self, token_id: int) -> bool:
-        """Whether it is a control token, such as ``<|im_end|>``."""
-        return self._vocabulary.types[token_id] == TokenType.CONTROL
 
     @cached_property
     def _all_special(self) -> SpecialSplitter:

@@ -53,14 +53,14 @@ def expand_breakers(texts: Iterable[str], vocab: VocabView) -> Breakers:
     """Find the token sequences that spell each breaker text, whatever surrounds it.
 
     A token that contains the text is a head with an empty tail. A token that ends with the first bytes of the text is
-    a head, and the tokens of the remaining text are its tail (none if the cut falls inside a character). Texts are
-    cut to 40 bytes, tails to 20 tokens.
+    a head, and the tokens of the remaining text are its tail (none if the cut falls inside a character). Control tokens
+    have their texts here, so the end of a turn can be a breaker. Texts are cut to 40 bytes, tails to 20 tokens.
     """
     texts = [text for text in texts if text]
     tails: dict[int, set[tuple[int, ...]]] = {}
     is_head = np.zeros(vocab.n_vocab, np.bool_)
     if texts:
-        words = [vocab.token_bytes(token) for token in range(vocab.n_vocab)]
+        words = [vocab.token_bytes(token, special=True) for token in range(vocab.n_vocab)]
         ends = np.cumsum([len(word) for word in words])
         letters = np.frombuffer(b"".join(words), np.uint8)
         for text in texts:

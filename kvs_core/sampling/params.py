@@ -46,11 +46,12 @@ class SamplingParams:
     Off values: top_k 0, top_p 1, min_p 0, top_n_sigma <= 0, typical_p 1, xtc_probability 0, penalties 1 / 0 / 0,
     repeat_last_n 0, dry_multiplier 0, mirostat 0, adaptive_target < 0, dynatemp_range 0; temperature 0 is greedy.
     ``samplers`` may be spelled as ``parse_samplers`` allows; unknown ones are logged and dropped. ``logit_bias`` pairs
-    may repeat an id (the biases add); -inf bans a token. Raises SettingsError.
+    may repeat an id (the biases add); -inf bans a token. ``n_probs`` is for a server's requests; sampling does not read
+    it. Raises SettingsError.
     """
 
     seed: int = RANDOM_SEED
-    samplers: tuple[str, ...] = DEFAULT_SAMPLERS
+    samplers: tuple[str, ...] | str = DEFAULT_SAMPLERS   # a string of letters becomes names at birth
     temperature: float = 0.8
     dynatemp_range: float = 0.0
     dynatemp_exponent: float = 1.0
@@ -102,7 +103,10 @@ class SamplingParams:
             object.__setattr__(self, name, min(max(getattr(self, name), low), high))
         if self.dry_base < 1.0:
             object.__setattr__(self, "dry_base", _DEFAULT_DRY_BASE)
-        object.__setattr__(self, "samplers", parse_samplers(_texts("samplers", self.samplers)))
+        if isinstance(self.samplers, str):   # letters, as --sampler-seq and the API take them
+            object.__setattr__(self, "samplers", parse_sampler_letters(self.samplers))
+        else:
+            object.__setattr__(self, "samplers", parse_samplers(_texts("samplers", self.samplers)))
         breakers = _texts("dry_sequence_breakers", self.dry_sequence_breakers)
         object.__setattr__(self, "dry_sequence_breakers", breakers)
         object.__setattr__(self, "logit_bias", _check_bias(self.logit_bias))

@@ -18,7 +18,8 @@ SETTINGS = (
         "length. It costs memory only as it fills.",
         default=0, unit="tokens", env="LLAMA_ARG_CTX_SIZE"),
     _context("n_predict", ("-n", "--predict", "--n-predict"), integer(-1, _TOKENS),
-        "Most tokens to generate; -1: until the model ends its text or the context is full.",
+        "Most tokens to generate; 0: none, the prompt is only read (llama-server makes one); -1: until the model ends "
+        "its text or the context is full.",
         default=-1, unit="tokens", env="LLAMA_ARG_N_PREDICT", commands=("run", "serve")),
     _context("batch_size", ("-b", "--batch-size"), integer(1, _TOKENS),
         "Prompt tokens handed to the engine together; at most the context.",

@@ -32,7 +32,7 @@ def _as_device(text: str) -> str:
 SETTINGS = (
     _device("device", ("-dev", "--device"),
         Kind("auto|cpu|cuda|cuda:N", ("auto", "cpu", "cuda", "CUDA0", "none"), _as_device, words=("auto", "cpu")),
-        "Where the model runs.",
+        "Where the model runs. The CPU is the only device of this version, so auto and cpu are the same.",
         default="auto", env="LLAMA_ARG_DEVICE",
         refuse=(Rule("the CUDA device is not in this version; use --device cpu", only=("cuda",)),
                 Rule("without a device the model runs on the CPU; use --device cpu", only=("none",)))),
@@ -52,7 +52,8 @@ SETTINGS = (
         default=0, env="LLAMA_ARG_MAIN_GPU",
         note=(Rule("the CPU device has no index"),)),
     _device("fit", ("-fit", "--fit"), ON_OFF,
-        "Choose what was left unset, such as the arena, from free memory. What is given is taken literally either way.",
+        "Hold an arena that was left unset to a part of free memory; off: it has room for the whole context, or is "
+        "refused. What is given is taken literally either way.",
         default=True, env="LLAMA_ARG_FIT"),
     _device("fit_target", ("-fitt", "--fit-target"), pattern("MIB,...", "[0-9]{1,9}(,[0-9]{1,9}){0,63}", "1024"),
         "Device memory that --fit leaves free.",

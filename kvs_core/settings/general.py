@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from kvs_core.settings.kinds import PATH, SWITCH, TEXT, integer
-from kvs_core.settings.setting import Group, Setting
+from kvs_core.settings.setting import Group, Rule, Setting
 
 _general = partial(Setting, group=Group.GENERAL)
 _prompt = partial(Setting, group=Group.PROMPT, commands=("run",))
@@ -32,8 +32,9 @@ SETTINGS = (
         "--dry-sequence-breaker. Files are always read as they are.",
         default=True, off=("--no-escape",), commands=("run", "serve")),
     _general("warmup", ("--warmup",), SWITCH,
-        "Prepare what the device compiles at first use before the first token. The CPU device has nothing to prepare.",
-        default=True, off=("--no-warmup",), commands=("run", "serve")),
+        "Prepare what the device compiles at first use before the first token.",
+        default=True, off=("--no-warmup",), commands=("run", "serve"),
+        note=(Rule("the CPU device has nothing to prepare"),)),
     _prompt("prompt", ("-p", "--prompt"), TEXT,
         "The prompt itself."),
     _prompt("file", ("-f", "--file"), PATH,

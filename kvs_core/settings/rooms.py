@@ -24,7 +24,7 @@ CONTEXT_STEP_TOKENS = 256
 PAGE_STEP_TOKENS = 32
 VERBOSITY_ALL = 5
 
-ResidencyMode = Literal["adaptive", "window", "resident"]
+ResidencyMode = Literal["adaptive", "resident"]
 RopeScaling = Literal["none", "linear", "yarn"]
 
 
@@ -48,13 +48,14 @@ class UrlModel:
 class ModelSettings:
     """Which model, and how its file is read.
 
-    source       a file (part 00001 of a split one), or where to fetch it from if the cache lacks it
+    source       a file (part 00001 of a split one), or where to fetch it from if the cache lacks it; None: the demo
+                 model that comes with kvs
     offline      the cache alone is asked
     override_kv  ``key=type:value`` texts, read with the file
     scan         all weights are looked at for NaN and infinity first
     """
 
-    source: Path | HubModel | UrlModel
+    source: Path | HubModel | UrlModel | None
     offline: bool = False
     override_kv: tuple[str, ...] = ()
     scan: bool = False
@@ -62,12 +63,24 @@ class ModelSettings:
 
 @dataclass(frozen=True, slots=True)
 class ContextPlan:
-    """Sizes that hold once the model's training length is known, in tokens. ``capped``: the flag asked for more."""
+    """Sizes that hold once the model's training length is known, in tokens.
+
+    capped   the flag asked for more than the model was trained for
+    longest  the context is all that the model was trained for
+    """
 
     context_tokens: int
     batch_tokens: int
     ubatch_tokens: int
     capped: bool
+    longest: bool
+
+    @property
+    def advice(self) -> str:
+        """What to do about a prompt that is too long."""
+        if self.longest:
+            return "the model was trained for no more: shorten the prompt"
+        return "raise --ctx-size or shorten the prompt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +104,10 @@ class ContextSettings:
         asked_tokens = self.ctx_size or train_tokens
         context_tokens = min(align_up(asked_tokens, CONTEXT_STEP_TOKENS), train_tokens)
         batch_tokens = min(self.batch, asked_tokens, context_tokens)
-        return ContextPlan(context_tokens, batch_tokens, min(self.ubatch, batch_tokens), asked_tokens > train_tokens)
+        return ContextPlan(
+            context_tokens, batch_tokens, min(self.ubatch, batch_tokens),
+            capped=asked_tokens > train_tokens, longest=context_tokens == train_tokens,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +118,7 @@ class KvSettings:
     pool_mib    instead of an arena: KV pages alone, workspace outside; never together with ``arena_mib``
     ring_slots  pages of the ring, run_pages pages moved by one copy; 0: the engine chooses
     rotation    quantised K and V are stored rotated by a Hadamard transform
+    fit         an arena that the engine chooses is held to a part of free memory; else it is one for the whole context
     """
 
     type_k: str = "f16"
@@ -113,6 +130,7 @@ class KvSettings:
     ring_slots: int = 0
     run_pages: int = 0
     rotation: bool = True
+    fit: bool = True
 
     def __post_init__(self) -> None:
         for flag, name in (("--cache-type-k", self.type_k), ("--cache-type-v", self.type_v)):
@@ -134,10 +152,12 @@ class KvSettings:
 class RopeSettings:
     """Position encoding instead of the model's own. None: as the model file says.
 
-    freq_scale factor on positions (1 / context expansion); yarn_* as in the YaRN paper, orig_ctx in tokens.
+    scale: context expansion factor, freq_scale: its inverse, at most one of them. yarn_*: as in the YaRN paper,
+    yarn_orig_ctx in tokens.
     """
 
     scaling: RopeScaling | None = None
+    scale: float | None = None
     freq_base: float | None = None
     freq_scale: float | None = None
     yarn_orig_ctx: int | None = None
@@ -152,7 +172,6 @@ class DeviceSettings:
     """Where the model runs. threads: that share the CPU device's products, None: as many as there are cores.
     gpu_layers: layers asked to be on the device; None: all of them."""
 
-    name: Literal["auto", "cpu"] = "auto"
     threads: int | None = None
     gpu_layers: int | None = None
 
@@ -183,10 +202,6 @@ class PromptSettings:
 
     text: str | None = None
     file: Path | None = None
-
-    @property
-    def from_stdin(self) -> bool:
-        return self.text is None and self.file is None
 
 
 @dataclass(frozen=True, slots=True)

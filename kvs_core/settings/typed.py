@@ -56,7 +56,7 @@ def info_settings(values: Values, positionals: Sequence[str]) -> InfoSettings:
 
 
 def engine_settings(values: Values) -> EngineSettings:
-    """All that the engine is built from. Raises SettingsError, also if there is no model."""
+    """All that the engine is built from. Raises SettingsError."""
     model = ModelSettings(
         source=_source(values),
         offline=values["offline"],
@@ -77,10 +77,10 @@ def engine_settings(values: Values) -> EngineSettings:
             ring_slots=values["ring_slots"],
             run_pages=values["run_pages"],
             rotation=values["rotation"],
+            fit=values["fit"],
         ),
         rope=_rope(values),
         device=DeviceSettings(
-            name=values["device"],
             threads=values["threads"] if values["threads"] > 0 else None,
             gpu_layers=values["gpu_layers"] if values["gpu_layers"] not in ("auto", "all", -1) else None,
         ),
@@ -100,7 +100,7 @@ def logging_settings(values: Values) -> LoggingSettings:
     )
 
 
-def _source(values: Values) -> Path | HubModel | UrlModel:
+def _source(values: Values) -> Path | HubModel | UrlModel | None:
     path, repo, url = values["model"], values["hf_repo"], values["model_url"]
     given = {"--model": path, "--hf-repo": repo, "--model-url": url}
     named = [flag for flag, value in given.items() if value is not None]
@@ -112,9 +112,7 @@ def _source(values: Values) -> Path | HubModel | UrlModel:
         raise SettingsError("--hf-file names a file of a repository; give that with --hf-repo")
     if url is not None:
         return UrlModel(url)
-    if path is None:
-        raise SettingsError("no model: give the GGUF file with --model FILE, or a repository with --hf-repo")
-    assert isinstance(path, Path)
+    assert path is None or isinstance(path, Path)
     return path
 
 
@@ -135,7 +133,8 @@ def _rope(values: Values) -> RopeSettings:
     return RopeSettings(
         scaling=values["rope_scaling"],
         freq_base=values["rope_freq_base"] or None,
-        freq_scale=1.0 / scale if scale is not None else freq_scale,
+        scale=scale,
+        freq_scale=freq_scale,
         yarn_orig_ctx=values["yarn_orig_ctx"] or None,
         yarn_ext_factor=_unless_negative(values["yarn_ext_factor"]),
         yarn_attn_factor=_unless_negative(values["yarn_attn_factor"]),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -37,7 +39,7 @@ def test_answers_end_with_0(line: str, capsys: pytest.CaptureFixture[str]) -> No
 
 @pytest.mark.parametrize(
     "line",
-    ["rum", "--bad", "run --bad", "run", "run -m M", "run -c", "run -np 4", "run a b", "info", "info --bad",
+    ["rum", "--bad", "run --bad", "run", "run -m M", "run -c", "run -np 4", "run a b", "info --bad",
      "completion tcsh", "completion bash zsh"],
 )
 def test_errors_end_with_1(line: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,7 +62,59 @@ def test_notices_go_to_stderr_before_an_error(capsys: pytest.CaptureFixture[str]
     assert app.main(["run", "--port", "1"]) == 1
     assert capsys.readouterr().err.splitlines() == [
         "--port: no effect on kvs run",
-        "error: no model: give the GGUF file with --model FILE, or a repository with --hf-repo"]
+        "error: no prompt: give PROMPT_FILE, --prompt TEXT, --file FILE, or - to read it from stdin"]
+
+
+PROGRAM = "import sys; from kvs_cli.app import main; sys.exit(main())"
+
+
+def in_a_shell(redirections: str, *argv: str) -> subprocess.CompletedProcess[str]:
+    """``kvs *argv`` in a process of its own, with streams as a shell makes them."""
+    line = ["sh", "-c", f'exec "$@" {redirections}', "sh", sys.executable, "-c", PROGRAM, *argv]
+    return subprocess.run(line, capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=30)
+
+
+@pytest.mark.parametrize(
+    ("redirections", "line", "code"),
+    [(">&-", "--version", 0), (">&-", "run --help", 0), ("2>&-", "--version", 0), ("2>&-", "run --port 1", 1),
+     (">&- 2>&- <&-", "run", 1), ("<&-", "run - -m nowhere.gguf", 1), ("2>/dev/full", "run", 1)],
+)
+def test_closed_streams_are_as_good_as_empty_ones(redirections: str, line: str, code: int) -> None:
+    """A stream that the shell has closed, or that takes nothing, changes no exit code and makes no traceback."""
+    done = in_a_shell(redirections, *line.split())
+    assert done.returncode == code
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("line", ["--version", "--help", "run --help", "run --list-devices", "completion zsh"])
+def test_output_that_cannot_be_written_is_one_line(line: str) -> None:
+    """On a full disk every command that prints says so and fails; nothing is said of a reader that has left."""
+    if not Path("/dev/full").exists():
+        pytest.skip("the system has no /dev/full")
+    done = in_a_shell(">/dev/full", *line.split())
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")
+    assert "No space left on device" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_an_error_of_the_system_is_not_taken_for_one_of_the_output(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the system refuses is said as it is."""
+    def refuse() -> None:
+        raise PermissionError(13, "Permission denied", "/somewhere")
+
+    monkeypatch.setattr("kvs_core.formats.hub.cached_models", refuse)
+    assert app.main(["run", "--cache-list"]) == 1
+    assert capsys.readouterr().err == (
+        "error: the system says: [Errno 13] Permission denied: '/somewhere'; check what it names, and try again\n")
+
+
+def test_names_of_files_stay_on_their_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """An error is one line and acts on no terminal, whatever the name of a file."""
+    assert app.main(["info", "no\nsuch\x1b[2Jfile"]) == 1
+    assert capsys.readouterr().err == "error: no\ufffdsuch\ufffd[2Jfile: does not exist\n"
 
 
 @pytest.mark.parametrize("command", app.COMMANDS)

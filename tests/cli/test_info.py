@@ -13,6 +13,7 @@ from kvs_core.formats.gguf import GgufFile
 from kvs_core.memory.phases import Phase
 from kvs_core.settings import ContextSettings, KvSettings, RopeSettings
 from tests.cli.conftest import GREEDY, Kvs
+from tests.support.tiny_gguf import write_tiny_qwen35
 
 SMALL = ("-c", "2048", "--kv-page-tokens", "32", "-ub", "64", "-ctk", "q8_0", "-ctv", "q4_0")
 
@@ -94,6 +95,24 @@ def test_the_least_arena_and_the_full_one(kvs: Kvs, tiny_llama: Path) -> None:
     assert there["streamed_pages_per_step"] == 0
     error = kvs("info", tiny_llama, *flags, "--kv-stream-arena-mib", str(least - 1)).error
     assert f"needs {least} MiB" in error
+
+
+def test_fit_holds_an_arena_to_free_memory(kvs: Kvs, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With little memory free an arena that is not given is smaller than the context; with ``--fit off`` it is not."""
+    monkeypatch.setattr("kvs_cli.commands.info.available_ram_bytes", lambda: 0)
+    plans = {fit: info(kvs, tiny_llama, "-c", "8192", "-ub", "256", "--fit", fit)["plan"] for fit in ("on", "off")}
+    assert plans["on"]["arena_bytes"] == plans["on"]["least_arena_mib"] << 20
+    assert plans["off"]["arena_bytes"] == plans["off"]["full_arena_mib"] << 20
+    assert plans["on"]["streamed_pages_per_step"] > plans["off"]["streamed_pages_per_step"] == 0
+    given = info(kvs, tiny_llama, "-c", "8192", "-ub", "256", "--fit", "off", "--kv-stream-arena-mib", "50")["plan"]
+    assert given["arena_bytes"] == 50 << 20
+
+
+def test_a_model_without_attention_is_refused(kvs: Kvs, tmp_path: Path) -> None:
+    """Layers that are all recurrent keep no KV; the line says that, and not that shapes differ."""
+    path = write_tiny_qwen35(tmp_path / "recurrent.gguf", seed=1, mtp=False, n_layer=3)
+    error = kvs("info", path).error
+    assert "no attention layer" in error
 
 
 def test_no_weights_are_read(kvs: Kvs, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,18 +13,6 @@ from kvs_core.errors import SettingsError
 from kvs_core.settings import LoggingSettings
 
 LOGGER = logging.getLogger("kvs_core.test")
-
-
-@pytest.fixture(autouse=True)
-def restored_loggers() -> Iterator[None]:
-    yield
-    for name in ("kvs_core", "kvs_cli"):
-        logger = logging.getLogger(name)
-        for handler in list(logger.handlers):
-            logger.removeHandler(handler)
-            handler.close()
-        logger.setLevel(logging.NOTSET)
-        logger.propagate = True
 
 
 def speak() -> None:

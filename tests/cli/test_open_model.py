@@ -22,6 +22,7 @@ from tests.support.tiny_gguf import write_tiny_llama
         (("--override-kv", "llama.block_count=str:x"), "give the type it has there"),
         (("--override-kv", "nonsense"), "write key=type:value"),
         (("--rope-freq-scale", "1e300"), "--rope-freq-scale 1e+300: give"),
+        (("--rope-scale", "1e-7"), "--rope-scale 1e-07: give"),
         (("--kv-residency-mode", "resident", "--kv-stream-arena-mib", "2", "-c", "16384"), "arena too small"),
         (("--kv-stream-pool-mib", "1"), "KV pool too small"),
         (("--chat-template-file", "/nowhere", "--chat"), "--chat-template-file /nowhere: No such file"),

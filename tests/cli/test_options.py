@@ -120,7 +120,7 @@ def test_the_known_command_line_is_accepted_flag_for_flag() -> None:
     assert parsed.notices == (
         "--spec-type: no effect: speculation is not in this version; decoding one token per step, same text",)
     engine = run_settings(parsed.values, parsed.explicit, parsed.positionals).engine
-    assert engine.kv == KvSettings(type_k="q8_0", type_v="q4_0", arena_mib=2240)
+    assert engine.kv == KvSettings(type_k="q8_0", type_v="q4_0", arena_mib=2240, fit=False)
     assert (engine.context.ctx_size, engine.context.batch, engine.context.ubatch) == (262144, 256, 256)
     assert engine.model.source == Path("M")
     engine.device.check_gpu_layers(30)

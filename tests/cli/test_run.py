@@ -177,11 +177,15 @@ def test_end_of_text(kvs: Kvs, tiny_qwen35: Path) -> None:
     assert end not in result["token_ids"]
 
 
-@pytest.mark.parametrize(("asked", "made"), [("0", 1), ("1", 1), ("3", 3)])
+@pytest.mark.parametrize(("asked", "made"), [("0", 0), ("1", 1), ("3", 3)])
 def test_length(kvs: Kvs, tiny_llama: Path, asked: str, made: int) -> None:
-    """``-n`` bounds the tokens; 0 gives one, as in llama-server."""
-    result = kvs("run", "-m", tiny_llama, "-p", "hello", "-n", asked, "--ignore-eos", "--json").json
+    """``-n`` bounds the tokens, 0 too: then the prompt is read and nothing is printed."""
+    command = ("run", "-m", tiny_llama, "-p", "hello", "-n", asked, "--ignore-eos", "--n-probs", "2")
+    result = kvs(*command, "--json").json
     assert (result["generated_tokens"], result["stop_reason"]) == (made, "length")
+    assert (len(result["token_ids"]), len(result["probs"])) == (made, made)
+    assert result["prompt_tokens"] > 0
+    assert bool(kvs(*command).out) == bool(made)
 
 
 def test_the_context_ends_the_text(kvs: Kvs, tiny_llama: Path) -> None:

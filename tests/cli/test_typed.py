@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from kvs_cli import app
 from kvs_cli.options import parse
 from kvs_core.errors import SettingsError
-from kvs_core.settings import PromptSettings, RunSettings
+from kvs_core.models.rope import SCALINGS, RopeOverrides
+from kvs_core.paging.geometry import KvType
+from kvs_core.paging.residency import ResidencyMode
+from kvs_core.settings import KV_TYPES, PromptSettings, RopeSettings, RunSettings, rooms
+from kvs_core.settings.setting import Command
+from kvs_core.settings.table import BY_KEY, TABLE
 from kvs_core.settings.typed import info_settings, run_settings
 
 
@@ -73,7 +82,8 @@ def test_typed_values() -> None:
                      "--kv-unified-per-slot", "1024", "--kv-stream-pool-mib", "0", "-r", r"\n", "-v", "--chat",
                      "--reasoning", "off", "--reasoning-effort", "low", "--chat-template-kwargs", '{"a": 1}')
     rope, device = run_with.engine.rope, run_with.engine.device
-    assert (rope.freq_scale, rope.yarn_beta_fast, rope.yarn_beta_slow, rope.freq_base) == (0.25, 32.0, None, None)
+    assert (rope.scale, rope.freq_scale, rope.freq_base) == (4.0, None, None)
+    assert (rope.yarn_beta_fast, rope.yarn_beta_slow) == (32.0, None)
     assert (device.threads, device.gpu_layers) == (2, None)
     assert run_with.engine.context.ctx_size == 1024
     assert run_with.engine.kv.pool_mib is None
@@ -82,12 +92,52 @@ def test_typed_values() -> None:
     assert run_with.chat.variables == {"a": 1, "enable_thinking": False, "reasoning_effort": "low"}
 
 
+class Recorder(dict[str, object]):
+    """Values that remember which of them were asked for."""
+
+    def __init__(self, values: Mapping[str, object]) -> None:
+        super().__init__(values)
+        self.read: set[str] = set()
+
+    def __getitem__(self, key: str) -> object:
+        self.read.add(key)
+        return super().__getitem__(key)
+
+
+@pytest.mark.parametrize("command", app.COMMANDS)
+def test_every_setting_is_read_or_named(command: Command) -> None:
+    """No flag is silently ignored: what works on a command is asked for there, the rest is refused or named."""
+    read = {"config"}   # while the command line is read
+    sampling = {setting.key for setting in TABLE if setting.api}
+    for argv in (["-m", "M", "-p", "x"], ["-hf", "a/b", "-p", "x"]):
+        parsed = parse(argv, {}, command)
+        values = Recorder(parsed.values)
+        assert not app._act(replace(parsed, values=values), command)
+        if command == "info":
+            info_settings(values, parsed.positionals)
+        else:
+            for twin in ("samplers", "sampler_seq"):
+                run_settings(values, sampling - {twin}, parsed.positionals)
+        read |= values.read
+    usable = {setting.key for setting in TABLE if setting.usable(command)}
+    assert {key for key in usable - read if not (BY_KEY[key].note or BY_KEY[key].refuse)} == set()
+
+
+def test_names_are_those_of_the_rooms_that_use_them() -> None:
+    """Settings stand above the rooms and spell their words again: K/V types, residency modes, RoPE scalings."""
+    assert set(KV_TYPES) == {kind.label for kind in KvType}
+    assert set(get_args(rooms.ResidencyMode)) == {mode.value for mode in ResidencyMode}
+    assert set(get_args(rooms.RopeScaling)) == set(SCALINGS)
+    assert {field.name for field in fields(RopeSettings)} == {field.name for field in fields(RopeOverrides)}
+
+
 def test_info_takes_its_model_either_way() -> None:
-    """``kvs info MODEL`` and ``kvs info -m MODEL``; not both, not neither."""
+    """``kvs info MODEL`` and ``kvs info -m MODEL``, not both; neither is the demo model."""
     for argv in (["M"], ["-m", "M"]):
         parsed = parse(argv, {}, "info")
         assert info_settings(parsed.values, parsed.positionals).engine.model.source == Path("M")
-    for argv, words in ((["M", "-m", "N"], "are both models"), ([], "no model: give the GGUF file")):
-        parsed = parse(argv, {}, "info")
-        with pytest.raises(SettingsError, match=words):
-            info_settings(parsed.values, parsed.positionals)
+    parsed = parse([], {}, "info")
+    assert info_settings(parsed.values, parsed.positionals).engine.model.source is None
+    parsed = parse(["M", "-m", "N"], {}, "info")
+    with pytest.raises(SettingsError, match="are both models"):
+        info_settings(parsed.values, parsed.positionals)

@@ -63,7 +63,7 @@ def test_bits_do_not_depend_on_residency(
     """Logits are those of a fully resident run, bit for bit, for any arena, ring, run length and copy timing."""
     path = tiny_qwen35 if model == "qwen35" else tiny_llama
     kv = kv_settings(ring_slots=ring, run_pages=run_pages)
-    with engine(path, kv=kv, pool=pool, fixed=fixed, ubatch=ubatch, debug=hostile(seed)) as built:
+    with engine(path, kv=kv, pool=pool, fixed=fixed, ubatch=ubatch, debug=hostile(seed), lower=True) as built:
         vocab = built.spec.n_vocab
         logits = run(built, text(vocab, PROMPT), text(vocab, DECODE, 1))
         assert built.report().h2d_bytes > 0

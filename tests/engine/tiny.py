@@ -35,16 +35,23 @@ def engine(
     ubatch: int = 64,
     context: int = CONTEXT,
     debug: HostDebug | None = None,
+    lower: bool = False,
 ) -> Iterator[Engine]:
     """An engine whose pool lies between the least (0.0) and all pages (1.0); None: all pages.
 
     fixed  the pool has that size in both phases; otherwise in the phase with the larger workspace
+    lower  a ring or a run that this pool cannot have becomes the largest that it can
     """
     settings: dict[str, Any] = {
         "context": ContextSettings(ctx_size=context, ubatch=ubatch), "kv": kv, "rope": RopeSettings()
     }
     file = GgufFile.open(path)
-    sizes = {} if pool is None else _sizes(file, settings, pool, fixed)
+    sizes = {}
+    if pool is not None:
+        sizes, most = _sizes(file, settings, pool, fixed)
+        if lower:
+            kv = replace(kv, ring_slots=min(kv.ring_slots, most), run_pages=min(kv.run_pages, most))
+            settings["kv"] = kv
     built = Engine(file, HostDevice(1, debug=debug), **settings, **sizes)
     try:
         yield built
@@ -52,16 +59,17 @@ def engine(
         built.close()
 
 
-def _sizes(file: GgufFile, settings: dict[str, Any], pool: float, fixed: bool) -> dict[str, int]:
-    probe = Engine(file, HostDevice(1), **settings)
+def _sizes(file: GgufFile, settings: dict[str, Any], pool: float, fixed: bool) -> tuple[dict[str, int], int]:
+    """Arguments of an ``Engine``, and the slots of its pool that may be the ring."""
+    probe = Engine(file, HostDevice(1), **{**settings, "kv": replace(settings["kv"], ring_slots=0, run_pages=0)})
     try:
         need, memory = probe.need, probe.memory
         slots = round(need.least_slots + pool * (need.all_slots - need.least_slots))
         page_bytes = probe.geometry.page_bytes
         if fixed:
-            return {"pool_bytes": slots * page_bytes}
+            return {"pool_bytes": slots * page_bytes}, slots - need.least_slots + 1
         phases = [required_bytes(memory.request(phase), slot_bytes=page_bytes, slots=slots) for phase in Phase]
-        return {"arena_bytes": max(phases)}
+        return {"arena_bytes": max(phases)}, slots - need.least_slots + 1
     finally:
         probe.close()
 

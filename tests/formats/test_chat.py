@@ -5,6 +5,12 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -288,6 +294,71 @@ def test_a_worker_that_does_not_start_is_said(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("sys.executable", "/bin/false")
     with pytest.raises(CapabilityError, match="ended with code 1 at its start; use a plain prompt"):
         TemplateProcess().render("x", {}, name="m.gguf")
+
+
+def test_a_worker_that_cannot_be_started_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the system says of the start is in the line."""
+    monkeypatch.setattr("sys.executable", "/nonexistent/python")
+    with pytest.raises(CapabilityError, match="cannot be started: No such file or directory; use a plain prompt"):
+        TemplateProcess().render("x", {}, name="m.gguf")
+
+
+def test_a_worker_that_is_never_ready_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The start has a limit of its own."""
+    slow = tmp_path / "slow.py"
+    slow.write_text("import time; time.sleep(60)")
+    monkeypatch.setattr("kvs_core.formats.template_process._WORKER", slow)
+    monkeypatch.setattr("kvs_core.formats.template_process.START_LIMIT_S", 0.3)
+    with pytest.raises(CapabilityError, match=r"slow.py was not ready within 0.3 s; use a plain prompt"):
+        TemplateProcess().render("x", {}, name="m.gguf")
+
+
+def test_an_interrupted_request_leaves_nothing_behind() -> None:
+    """After an exception in the middle of a request the next one gets its own answer, and the worker before is gone."""
+    process = TemplateProcess()
+    process.render("x", {}, name="m.gguf")
+    first = process._process
+    assert first is not None
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        process.render(LOOP * 2 + "{% endfor %}" * 2 + "FIRST", {}, name="m.gguf")
+    timer.join()
+    assert first.returncode is not None
+    assert process.render("SECOND", {}, name="m.gguf") == "SECOND"
+
+
+def test_a_worker_outlives_nobody() -> None:
+    """One that renders without end stops by itself soon after its parent has been killed."""
+    if not Path("/proc/self/stat").exists():
+        pytest.skip("the system has no /proc")
+    loop = LOOP * 3 + "{% endfor %}" * 3
+    program = f"""
+from kvs_core.formats.template_process import TemplateProcess
+process = TemplateProcess(time_limit_s=0.5)
+process.render("x", {{}}, name="m.gguf")
+process._time_limit_s = 60.0
+print(process._process.pid, flush=True)
+process.render({loop!r}, {{}}, name="m.gguf")
+"""
+    line = [sys.executable, "-c", program]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]) as parent:
+        assert parent.stdout is not None
+        worker = int(parent.stdout.readline())
+        time.sleep(0.3)
+        parent.kill()
+    deadline = time.monotonic() + 15
+    while _runs(worker):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+    except FileNotFoundError:
+        return False
+    return state not in "ZX"
 
 
 def test_a_worker_ends_with_its_owner() -> None:

@@ -183,7 +183,7 @@ def test_version_2_reads_like_3(path: Path) -> None:
     path.write_bytes(gguf_bytes([pair("k", GGUFValueType.BOOL, 7)], [tensor("t", [2])], bytes(8), version=2))
     file = GgufFile.open(path)
     assert file.version == 2
-    assert file.get_bool("k") is True
+    assert file.metadata["k"] is True
     assert file.tensors["t"].n_bytes == 8
 
 
@@ -270,6 +270,52 @@ def test_absurd_counts_are_refused_in_a_long_file_too(path: Path, pairs: list[by
     with at_most(MIB), pytest.raises(ModelFileError) as error:
         GgufFile.open(path)
     assert message in str(error.value)
+
+
+TEXT, BOOLS = GGUFValueType.STRING, GGUFValueType.BOOL
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [("string", 8), ("array of one string", 8), ("array of empty strings", 2), ("array of bools", 8),
+     ("wide string", 2), ("array of one wide string", 2)],
+)
+def test_all_values_of_a_header_share_one_budget(
+    path: Path, kind: str, values: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many values, each of a size that makes sense, cannot take more memory together than any model's header does; a
+    file of holes, which costs its maker nothing, is refused at the first value too many."""
+    monkeypatch.setattr("kvs_core.formats.gguf_header._MAX_HEADER_BYTES", 10 * 100_000)
+    text = bytes(99_996) + "🙂".encode() if "wide" in kind else bytes(100_000)
+
+    def value(index: int) -> bytes:
+        if kind.endswith("bools"):
+            return array_head(f"k{index}", BOOLS, 100_000) + bytes(100_000)
+        if "empty" in kind:
+            return array_head(f"k{index}", TEXT, 6_000) + bytes(8 * 6_000)
+        if kind.startswith("array"):
+            return array_head(f"k{index}", TEXT, 1) + string(text)
+        return pair(f"k{index}", TEXT, text)
+
+    path.write_bytes(gguf_bytes([value(index) for index in range(values)], []))
+    assert len(GgufFile.open(path).metadata) == values
+    too_much = gguf_bytes([value(index) for index in range(40)], [])
+    with at_most(2 * MIB):
+        message = refusal(path, too_much)
+    assert "takes more than 1000000 bytes of memory" in message
+
+
+def test_a_sparse_file_takes_little_memory(path: Path) -> None:
+    """Gigabytes of holes as tensors without names, or as arrays of empty strings, are refused within a MiB."""
+    entries = gguf_bytes([], [], n_tensors=1 << 25)
+    strings = gguf_bytes([array_head("k", TEXT, 1 << 24)], [])
+    for head, message in ((entries, "tensor  appears twice"), (strings, "takes more than 536870912 bytes of memory")):
+        path.write_bytes(head)
+        with path.open("r+b") as file:
+            file.truncate(1 << 30)
+        with at_most(MIB), pytest.raises(ModelFileError) as error:
+            GgufFile.open(path)
+        assert message in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["absent.gguf", ".", "nul\0.gguf"])
@@ -388,7 +434,6 @@ def test_part_names() -> None:
         (lambda f: f.get_u32("a.types"), "a.types is an array of 3 int32; an integer is expected"),
         (lambda f: f.get_f32("a.text", 1.0), "a.text is a string; a number is expected"),
         (lambda f: f.get_f32("nan"), "nan is nan; it must be finite"),
-        (lambda f: f.get_bool("llama.block_count"), "llama.block_count is an integer; a bool is expected"),
         (lambda f: f.get_str("a.eps"), "a.eps is a float; a string is expected"),
         (lambda f: f.get_strings("a.text"), "a.text is a string; an array of strings is expected"),
         (lambda f: f.get_array("a.tokens", np.int32), "a.tokens is an array of 3 strings; an array of integers"),
@@ -413,7 +458,6 @@ def test_defaults_stand_for_absent_keys(path: Path) -> None:
     file = GgufFile.open(path)
     assert file.get_u32("absent", None) is None
     assert file.get_f32("absent", 10000.0) == 10000.0
-    assert file.get_bool("absent", False) is False
     assert file.get_str("absent", "x") == "x"
     assert file.get_strings("absent", None) is None
     assert file.get_array("absent", np.int32, None) is None

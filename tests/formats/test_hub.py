@@ -160,6 +160,29 @@ def test_a_name_means_the_same_file_online_and_offline(
     assert hub.requests == []
 
 
+def test_what_is_broken_in_the_cache_is_not_there(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Links that lead nowhere, files in a folder's place and files that go away meanwhile hide no other model."""
+    folder = put(cache, "u/m", "m-Q4_K_M.gguf", "going-Q8_0.gguf")
+    (folder.parent / "dangling").symlink_to("nowhere")
+    (folder.parent / "file").write_bytes(b"")
+    (folder / "n-Q4_K_M.gguf").symlink_to("nowhere")
+    (cache / "models--u--dangling").symlink_to("nowhere")
+    (cache / "models--u--file").write_bytes(b"")
+    stat = Path.stat
+
+    def gone(path: Path, **options: Any) -> os.stat_result:
+        if path.name.startswith("going"):
+            raise FileNotFoundError(2, "No such file or directory", str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", gone)
+    assert [(model.source, model.file) for model in cached_models()] == [("u/m", "m-Q4_K_M.gguf")]
+    assert resolve("u/m", offline=True) == folder / "m-Q4_K_M.gguf"
+    for repo in ("u/dangling", "u/file"):
+        with pytest.raises(ModelFileError, match="not in the cache"):
+            resolve(repo, offline=True)
+
+
 @pytest.mark.parametrize(
     ("names", "expected"),
     [

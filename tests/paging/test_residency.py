@@ -154,6 +154,17 @@ def test_steady_growth_only_evicts(layers: int, pool: int, ring: int, gap_s: flo
             assert after.ring_slots == before.ring_slots
 
 
+@given(st.integers(1, 5), st.integers(60, 200), st.integers(1, 200), st.integers(40, 90))
+def test_what_was_brought_back_stays_for_the_next_page(layers: int, pool: int, more: int, pages: int) -> None:
+    """A pool that grows brings groups back, but none that the next page of every layer would send away again."""
+    used = config(layers, ring_slots=5)
+    small = settled(used, Observation(pages, pages - 1, pool))
+    large = residency_step(used, small, Observation(pages, pages - 1, pool + more))
+    following = residency_step(used, large, Observation(pages + 1, pages, pool + more))
+    if large.cuts != small.cuts and sum(large.cuts):
+        assert following.cuts == large.cuts
+
+
 @given(
     st.integers(1, 4), st.sampled_from([0, 0, 3, 20]), st.lists(observations(), min_size=1, max_size=6), observations()
 )

@@ -82,6 +82,9 @@ class Simulation:
         self.schedule = plan_schedule(ranges(of), ring_slots=ring, run_pages=length, kept=list(self.in_ring))
         check(self.schedule, of, ring)
         assert self.schedule.runs[:kept] == tuple(self.in_ring)
+        for run, following in pairwise(self.schedule.runs[max(0, kept - 1) :]):
+            end = run.first_slot + run.pages
+            assert following.first_slot == (end if end + following.pages <= ring else 0)
         self.fetched = kept
         return list(self.in_ring)
 
@@ -167,6 +170,12 @@ def test_a_fallen_cut_drops_the_runs_beyond_it() -> None:
     assert head_in_ring([range(12), range(4)], 16, runs) == 3
     assert head_in_ring([range(8), range(4)], 16, runs) == 1
     assert head_in_ring([range(0), range(4)], 16, runs) == 0
+
+
+def test_runs_that_begin_elsewhere_are_not_the_head() -> None:
+    """The first run must begin with a layer's first page, and each other where the one before it ended."""
+    assert head_in_ring([range(12)], 16, [Run(0, 4, 4, 0)]) == 0
+    assert head_in_ring([range(12)], 16, [Run(0, 0, 4, 0), Run(0, 8, 4, 4)]) == 1
 
 
 def test_kept_runs_must_be_the_head() -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvs_core.formats.gguf import GgufFile
+from kvs_core.formats.tokenizer import Tokenizer
 from kvs_core.sampling.dry import DryRule, expand_breakers, suffix_matches
 from tests.reference import sampling as oracle
 from tests.sampling.vocabs import ListVocab
+from tests.support.tiny_gguf import write_tiny_qwen35
 
 TEXTS = [b"a", b"b", b"ab", b"\n", b"b\n", b"c"]
 contexts = st.lists(st.integers(0, 5), min_size=1, max_size=60) | st.lists(st.integers(0, 1), min_size=1, max_size=60)
@@ -42,6 +47,23 @@ def test_a_breaker_is_found_in_and_across_tokens() -> None:
     assert not breakers.is_single(2)
     assert not breakers.is_single(1)
     assert np.flatnonzero(breakers.is_head).tolist() == [0, 2, 5, 7, 8]
+
+
+def test_a_control_token_can_be_a_breaker() -> None:
+    """The end of a turn breaks a repetition, whole or spelt in plain tokens, although it prints nothing."""
+    vocab = ListVocab([b"<end>", b"<", b"end>", b"x", b"e", b"n", b"d", b">"], control=frozenset({0}))
+    breakers = expand_breakers(["<end>"], vocab)
+    assert breakers.tails == {0: ((),), 1: ((2,),)}
+    assert breakers.reach(np.array([3, 0, 3, 3], np.int32)) == 2
+
+
+def test_a_tokenizer_s_control_tokens_are_breakers(tmp_path: Path) -> None:
+    """The same with the tokenizer of a model file, the only one that users meet."""
+    file = GgufFile.open(write_tiny_qwen35(tmp_path / "m.gguf", seed=1))
+    tokenizer = Tokenizer.from_metadata(file.metadata, source="m.gguf")
+    end, = tokenizer.encode("<|im_end|>")
+    assert tokenizer.token_bytes(end) == b""
+    assert expand_breakers(["<|im_end|>"], tokenizer).is_single(end)
 
 
 def test_the_newest_complete_breaker_limits_the_reach() -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 
 class ListVocab:
-    """Tokens are the given texts; ``encode`` takes the longest token at each place."""
+    """Tokens are the given texts; ``encode`` takes the longest token at each place. ``control``: ids that print nothing
+    unless asked to, as a real tokenizer's control tokens."""
 
-    def __init__(self, texts: list[bytes]) -> None:
+    def __init__(self, texts: list[bytes], control: frozenset[int] = frozenset()) -> None:
         self.texts = texts
+        self.control = control
         self.n_vocab = len(texts)
 
-    def token_bytes(self, token: int, /) -> bytes:
-        return self.texts[token]
+    def token_bytes(self, token: int, /, *, special: bool = False) -> bytes:
+        return b"" if token in self.control and not special else self.texts[token]
 
     def encode(self, text: str, *, add_special: bool = False, parse_special: bool = False) -> list[int]:
         rest, ids = text.encode(), []

@@ -13,7 +13,7 @@ from kvs_core.memory.phases import Phase
 from kvs_core.paging.geometry import PageGeometry
 from kvs_core.streaming.history import HostHistory
 from kvs_core.streaming.streamer import Streamer
-from tests.streaming.rig import DECODE_ROWS, LAYERS, PLAIN, PREFILL_ROWS, ROTATED, Pools, Rig
+from tests.streaming.rig import DECODE_ROWS, LAYERS, PAGE, PLAIN, PREFILL_ROWS, ROTATED, Pools, Rig
 from tests.streaming.traced import TracedDevice
 
 CONTEXT = 640
@@ -33,7 +33,7 @@ MOVES = st.one_of(
 
 def step(rig: Rig, device: TracedDevice, phase: Phase, rows: int, keep: int, leave_after: int = 3 * LAYERS) -> None:
     """One step, around which the compute stream uses all of the arena behind the pool."""
-    rows = min(rows, CONTEXT - rig.committed)
+    rows = min(rows, rig.context - rig.committed)
     if rows == 0:
         return
     rig.enter(phase)
@@ -99,6 +99,22 @@ def test_a_page_coming_back_is_waited_for_before_its_slot_is_anothers() -> None:
         rig.truncate(5)
         for _ in range(40):
             step(rig, device, Phase.DECODE, DECODE_ROWS, DECODE_ROWS)
+    finally:
+        rig.close()
+
+
+def test_a_run_over_the_end_of_a_segment_keeps_its_slots_until_its_last_call() -> None:
+    """Attention reads such a run in two calls; only after the second may its slots be filled again."""
+    context = 72 * PAGE
+    device = TracedDevice(PLAIN, 0)
+    rig = Rig(PLAIN, context, Pools(20, 20), device, ring_slots=6, run_pages=6)
+    device.committed_tokens = lambda: rig.kv.cache.committed
+    try:
+        rig.prefill(context - 32)
+        for number in range(3):
+            step(rig, device, Phase.DECODE, DECODE_ROWS, DECODE_ROWS)
+            runs = rig.kv._streamer.schedule.by_layer[0]
+            assert any(run.first_page < 64 < run.end_page for run in runs), number
     finally:
         rig.close()
 

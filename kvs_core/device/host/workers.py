@@ -3,10 +3,10 @@
     caller    calls ─ takes pieces till none is left ─ takes back calls not heard ─ waits for helpers still at a piece
     helper    sleeps ─ hears a call ─ takes pieces till none is left ─ sleeps
 
-The caller waits for nothing but pieces that a helper has begun. On cores that are busy with something else helpers come
-late or never, and the caller does the job alone: having called them costs microseconds. Worse is a helper that loses its
-core in the middle of a piece: it is waited for. Whenever that took longer than its pieces would have taken the caller,
-no helper is called for a while.
+The caller waits for nothing but pieces that a helper has begun. Where the cores are busy with something else, helpers
+come late or never, and the caller does the job alone: having called them costs microseconds. Worse is a helper that
+loses its core in the middle of a piece, as the caller has to wait. Whenever that takes longer than the helpers' pieces
+would have taken the caller, no helper is called for a while.
 """
 
 from __future__ import annotations
@@ -59,17 +59,17 @@ class Team:
         job = _Job(n_pieces, work)
         for _ in range(helpers):
             self._calls.put(job)
-        start, own = time.perf_counter(), 0
+        start, computing, own = time.perf_counter(), time.thread_time(), 0
         try:
             own = job.work()
+            computing = time.thread_time() - computing
         finally:
             job.drop()
             self._take_back()
-            waiting = time.perf_counter()
             job.wait()
         if own:
             end = time.perf_counter()
-            lost = end - waiting - (waiting - start) / own * (n_pieces - own)
+            lost = end - start - computing / own * n_pieces
             self._alone_until = end + _PAUSE * lost
 
     def close(self) -> None:
