@@ -1,6 +1,6 @@
 """Write a long prompt that hides facts in generated text and asks for one of them.
 
-    python -m benchmarks.needle_prompt --model FILE.gguf --tokens 20000 > prompt.txt
+    python -m benchmarks.needle_prompt --tokens 20000 --output prompt.txt
 
 The text consists of sentences made from word lists, so it may be published. It has at most ``--tokens`` tokens of the
 model's tokenizer, and lacks no more than a sentence. Equal arguments give equal text. The answer, and the token at
@@ -16,6 +16,7 @@ from pathlib import Path
 from random import Random
 
 from benchmarks.demo_model import recall
+from kvs_core.demo import DEMO_MODEL
 from kvs_core.errors import KvsError
 from kvs_core.formats.gguf import GgufFile
 from kvs_core.formats.tokenizer import Tokenizer
@@ -87,7 +88,8 @@ def _joined(sentences: list[str], facts: list[recall.Fact], depth: float) -> tup
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Write a long prompt that hides facts and asks for one of them.")
-    parser.add_argument("--model", type=Path, required=True, metavar="FILE", help="the GGUF whose tokens count")
+    parser.add_argument("--model", type=Path, default=DEMO_MODEL, metavar="FILE",
+                        help="the GGUF whose tokens count; by default the demo model")
     parser.add_argument("--tokens", type=int, default=20_000, metavar="N", help="most tokens of the prompt")
     parser.add_argument("--depth", type=float, default=0.1, metavar="X", help="place of the fact, from 0 to 1")
     parser.add_argument("--facts", type=int, default=8, metavar="N", help="facts in the text")

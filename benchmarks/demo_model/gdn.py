@@ -93,7 +93,7 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Chunks:
     mask = torch.where(lower, (c[..., :, None] - c[..., None, :]).clamp(max=0.0), float("-inf")).exp()
     written = beta[..., None] * k
     strict = torch.tril((written @ k.mT) * mask, -1)
-    inverse = UnitLowerInverse.apply(strict)
+    inverse: Tensor = UnitLowerInverse.apply(strict)  # type: ignore[no-untyped-call]
     erased = inverse @ (written * c.exp()[..., None])
     fresh = inverse @ (beta[..., None] * v)
     last = c[..., -1:]
@@ -131,9 +131,9 @@ def scan(step: Tensor, added: Tensor, chunks: int) -> Tensor:
     n, heads, dim, _ = step.shape
 
     def by_time(x: Tensor) -> Tensor:
-        return x.view(n // chunks, chunks, heads, dim, dim).transpose(0, 1).reshape(chunks, -1, dim, dim)
+        return x.reshape(n // chunks, chunks, heads, dim, dim).transpose(0, 1).reshape(chunks, -1, dim, dim)
 
-    states: Tensor = _Scan.apply(by_time(step), by_time(added))
+    states: Tensor = _Scan.apply(by_time(step), by_time(added))  # type: ignore[no-untyped-call]
     return states.view(chunks, n // chunks, heads, dim, dim).transpose(0, 1).reshape(n, heads, dim, dim)
 
 

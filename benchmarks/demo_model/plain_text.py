@@ -12,8 +12,11 @@ import zlib
 from collections.abc import Iterator
 from html.parser import HTMLParser
 
-_BLOCKS = frozenset("p div h1 h2 h3 h4 h5 h6 ul ol dl dt dd table tr blockquote section article center".split())
-_SILENT = frozenset("script style head nav footer svg button".split())
+_BLOCKS = frozenset((
+    "p", "div", "h1", "h2", "h3", "h4", "h5", "h6", "ul", "ol", "dl", "dt", "dd", "table", "tr", "blockquote",
+    "section", "article", "center",
+))  # fmt: skip
+_SILENT = frozenset(("script", "style", "head", "nav", "footer", "svg", "button"))
 _LINK_MARKS = ("headerlink", "id_link")
 _R_VECTOR = re.compile(rb"\x00\x00\x00\x10(.{4})(?=\x00[\x00\x04][\x00\x80]\x09)", re.DOTALL)
 

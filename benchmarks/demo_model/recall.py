@@ -78,7 +78,7 @@ def draw_value(kind: Kind, rng: Random) -> str:
 def draw_facts(count: int, rng: Random, *, kind: Kind | None = None) -> list[Fact]:
     """Facts with different keys. Half of the keys share a word with an earlier one, so that one word is not enough."""
     keys: list[tuple[str, str]] = []
-    facts = []
+    facts: list[Fact] = []
     while len(facts) < count:
         key = (rng.choice(ADJECTIVES), rng.choice(NOUNS))
         if keys and rng.random() < 0.5:
@@ -111,7 +111,8 @@ _ENDINGS = (
 )  # fmt: skip
 _PLAIN = (
     "The road to the {place} was {adjective} and {adjective2}.", "It was a {adjective} day, and the {place} was empty.",
-    "Nobody in the village had seen so many {things} before.", "There were {things} on the table and {things2} on the floor.",
+    "Nobody in the village had seen so many {things} before.",
+    "There were {things} on the table and {things2} on the floor.",
     "The {person} and the {person2} had known each other for years.", "{name} said that the {place} had to be rebuilt.",
     "\"Where are the {things}?\" asked {name}.", "\"They are in the {place},\" said the {person}.",
     "A {adjective} {noun} stood in front of the {place}.", "The {noun} near the {place} belonged to nobody.",

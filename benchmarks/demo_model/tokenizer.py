@@ -15,8 +15,8 @@ from tokenizers import models, pre_tokenizers, trainers
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CUTS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD]|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 
@@ -26,6 +26,11 @@ def _empty(ids: dict[str, int], merges: list[tuple[str, str]]) -> tokenizers.Tok
     spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([cuts, spell])
     return tokenizer
+
+
+def end_id(merges: list[tuple[str, str]]) -> int:
+    """The token that ends a document."""
+    return token_texts(merges).index(SPECIAL[0])
 
 
 def byte_alphabet() -> list[str]:
@@ -43,23 +48,26 @@ def train(texts: Iterable[str], n_vocab: int) -> tokenizers.Tokenizer:
         special_tokens=[], max_token_length=24,
     )  # fmt: skip
     learner.train_from_iterator(texts, trainer)
-    merges = [tuple(pair) for pair in json.loads(learner.to_str())["model"]["merges"]]
-    return from_merges(merges)
+    return from_merges(merges_of(learner))
+
+
+def merges_of(tokenizer: tokenizers.Tokenizer) -> list[tuple[str, str]]:
+    """The merges of a tokenizer, the first to apply first."""
+    return [(left, right) for left, right in json.loads(tokenizer.to_str())["model"]["merges"]]
 
 
 def from_merges(merges: list[tuple[str, str]]) -> tokenizers.Tokenizer:
     """The tokenizer that applies ``merges``, with ids as this module numbers them."""
-    texts = [*byte_alphabet(), *(left + right for left, right in merges)]
-    if len(set(texts)) != len(texts):
-        raise ValueError("two merges give the same token")
-    tokenizer = _empty({text: i for i, text in enumerate(texts)}, merges)
+    plain = token_texts(merges)[: -len(SPECIAL)]
+    tokenizer = _empty({text: i for i, text in enumerate(plain)}, merges)
     tokenizer.add_special_tokens(list(SPECIAL))
     return tokenizer
 
 
 def token_texts(merges: list[tuple[str, str]]) -> list[str]:
-    """All tokens in id order."""
-    return [*byte_alphabet(), *(left + right for left, right in merges), *SPECIAL]
+    """All tokens in id order. Two merges may give the same token, which is then listed once."""
+    plain = dict.fromkeys([*byte_alphabet(), *(left + right for left, right in merges)])
+    return [*plain, *SPECIAL]
 
 
 def token_bytes(merges: list[tuple[str, str]]) -> list[bytes]:

@@ -210,7 +210,8 @@ class _Cursor:
         if kind is not GGUFValueType.BOOL:
             return array
         self.spend(array.nbytes, what)
-        return array != 0
+        flags: np.ndarray = array != 0
+        return flags
 
 
 def _map(path: Path) -> mmap.mmap:

@@ -43,7 +43,7 @@ SETTINGS = (
         "Layers on the device: all of them (auto, all, or at least as many as the model has), or 0 for the CPU. Models "
         "are not split.",
         default="auto", unit="layers", env="LLAMA_ARG_N_GPU_LAYERS"),
-    _device("threads", ("-t", "--threads"), integer(-1, _MAX_THREADS),
+    _device("threads", ("-t", "--threads"), integer(-_MAX_THREADS, _MAX_THREADS),
         "Threads that share the CPU device's large products; 0 or less: one per core. The results are the same, bit "
         "for bit, for every count.",
         default=-1, unit="threads", relevance="accept", env="LLAMA_ARG_THREADS"),
@@ -91,7 +91,7 @@ SETTINGS = (
         "Keep the first layers' feed-forward weights on the CPU.",
         default=0, unit="layers", relevance="reject", env="LLAMA_ARG_N_CPU_FFN",
         refuse=(Rule(_NO_CPU_TENSORS, unless=(0,)),)),
-    _threads("threads_batch", ("-tb", "--threads-batch"), integer(-1, _MAX_THREADS),
+    _threads("threads_batch", ("-tb", "--threads-batch"), integer(-_MAX_THREADS, _MAX_THREADS),
         "Threads for prompts.",
         unit="threads",
         note=(Rule("prompts and generation use the same --threads"),)),

@@ -20,17 +20,15 @@ ROOT = Path(__file__).parents[2]
 def needle(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A prompt of 6,000 tokens that hides a number, and the number."""
     prompt = tmp_path_factory.mktemp("needle") / "prompt.txt"
-    command = [sys.executable, ROOT / "benchmarks" / "needle_prompt.py", "--model", DEMO_MODEL]
-    done = subprocess.run(
-        [*command, "--tokens", "6000", "--output", prompt], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    command = [sys.executable, "-m", "benchmarks.needle_prompt", "--tokens", "6000", "--output", prompt]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     return prompt, done.stderr.rsplit("the answer is ", 1)[1].strip()
 
 
 def test_it_finds_the_needle_streamed_and_resident(
     needle: tuple[Path, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without --model: said on stderr, and the same answer, with the number in it, in 2 MiB and with every page resident."""
+    """Without --model: said on stderr, and the same answer, with the number in it, in 2 MiB and all resident."""
     prompt, answer = needle
     common = ["run", str(prompt), "--json", "--temp", "0", "-n", "8", "-ctk", "q8_0", "-ctv", "q8_0",
               "--kv-page-tokens", "32", "-ub", "64", "-t", "1"]
