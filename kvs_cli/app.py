@@ -51,7 +51,8 @@ class _RawCommand(TyperCommand):
         return []
 
 
-app = typer.Typer(name="kvs", add_completion=False, context_settings={"help_option_names": ["-h", "--help"]},
+app = typer.Typer(name="kvs", add_completion=False, pretty_exceptions_enable=False,
+                  context_settings={"help_option_names": ["-h", "--help"]},
                   help="Run GGUF language models whose KV cache is larger than the memory you give it, exactly.")
 
 

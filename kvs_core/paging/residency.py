@@ -19,6 +19,7 @@ from kvs_core.units import align_up, ceil_div, mib_ceil
 _COPY_BYTES = 4 << 20        # a copy of this size reaches the link's rate (53.5 of 55.3 GB/s, PCIe 5.0 x16)
 _COOL_DOWN_STEPS = 8         # steps between two changes of the ring
 _RING_SHARE = 4              # a computed ring takes at most a fourth of the pool: a resident page saves copies
+_MOST_RING_SHARE = 2         # and starvation does not take it beyond half: where the link is the limit nothing helps
 _EASE_STEPS = 256            # steps without starvation before the ring gives a run's slots back
 
 
@@ -116,7 +117,7 @@ def residency_step(config: ResidencyConfig, state: ResidencyState, seen: Observa
     limit = seen.writable_page // GROUP_PAGES * GROUP_PAGES
     cuts = [min(cut, limit) for cut in state.cuts]
     most_ring = seen.pool_slots - layers * (pages - limit)
-    next_state = _feedback(config, state, seen, most_ring)
+    next_state = _feedback(config, state, seen, min(most_ring, seen.pool_slots // _MOST_RING_SHARE))
     if layers * pages <= seen.pool_slots:
         return replace(next_state, cuts=(0,) * layers, ring_slots=0)
     if config.mode is ResidencyMode.RESIDENT:
@@ -148,7 +149,7 @@ def _wanted_ring(config: ResidencyConfig, state: ResidencyState, bonus: int, see
 
 
 def _feedback(config: ResidencyConfig, state: ResidencyState, seen: Observation, most_ring: int) -> ResidencyState:
-    """Starvation grows the ring by a run, up to ``most_ring``, long ease takes one back; not within the cool-down."""
+    """Starvation grows a ring below ``most_ring`` by a run, long ease takes one back; not within the cool-down."""
     since = state.steps_since_change + 1
     calm = 0 if seen.starved else state.calm_steps + 1
     bonus, run = state.ring_bonus, config.run_pages_in(state.ring_slots)

@@ -106,6 +106,14 @@ def test_a_seed_gives_its_text(kvs: Kvs, tiny_llama: Path) -> None:
     assert kvs(*command, "--seed", match[1]).out == drawn.out
 
 
+def test_samplers_by_letters_are_those_by_names(kvs: Kvs, tiny_llama: Path) -> None:
+    """``--sampler-seq kt`` runs, and gives the text of ``--samplers top_k;temperature``."""
+    command = ("run", "-m", tiny_llama, "-p", "once", "-n", "20", "--seed", "3", "--temp", "3")
+    by_letters, by_names = kvs(*command, "--sampler-seq", "kt"), kvs(*command, "--samplers", "top_k;temperature")
+    assert by_letters.code == 0
+    assert by_letters.out == by_names.out != kvs(*command, "--sampler-seq", "t").out
+
+
 def test_the_known_command_line_runs(kvs: Kvs, tiny_qwen35: Path) -> None:
     """The command line that users of the C++ original know runs flag for flag; what is capped or idle is said once."""
     line = shlex.split(
@@ -118,7 +126,8 @@ def test_the_known_command_line_runs(kvs: Kvs, tiny_qwen35: Path) -> None:
     said = [line for line in done.err.splitlines() if line.startswith("--")]
     assert said == [
         "--spec-type: no effect: speculation is not in this version; decoding one token per step, same text",
-        "--ctx-size 262144: the model was trained for 32768 tokens; the context is 32768",
+        "--ctx-size 262144: the model was trained for 32768 tokens; the context is 32768 "
+        "(--override-kv qwen35.context_length=int:N says otherwise)",
     ]
     assert "arena 2240.0 MiB" in done.err
 

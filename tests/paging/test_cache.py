@@ -10,6 +10,7 @@ from kvs_core.errors import ContextError
 from kvs_core.paging.cache import Frontiers, LogicalCache
 
 COUNTS = st.integers(-2, 20)
+PLACES = st.one_of(COUNTS, st.floats(0, 1))   # a number of tokens, or a part of those committed
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -51,8 +52,12 @@ class CacheMachine(RuleBasedStateMachine):
             self.cache.settle(keep)
             self.rows = [*self.rows[: self.committed], *(["here"] * keep)]
 
-    @rule(tokens=COUNTS)
-    def publish(self, tokens: int) -> None:
+    def place(self, place: float) -> int:
+        return place if isinstance(place, int) else round(place * self.committed)
+
+    @rule(place=PLACES)
+    def publish(self, place: float) -> None:
+        tokens = self.place(place)
         if not 0 <= tokens <= self.committed:
             with pytest.raises(AssertionError):
                 self.cache.publish(tokens)
@@ -60,8 +65,9 @@ class CacheMachine(RuleBasedStateMachine):
             self.cache.publish(tokens)
             self.rows[:tokens] = ["home"] * tokens
 
-    @rule(tokens=COUNTS)
-    def truncate(self, tokens: int) -> None:
+    @rule(place=PLACES)
+    def truncate(self, place: float) -> None:
+        tokens = self.place(place)
         if "open" in self.rows or not 0 <= tokens <= self.committed:
             with pytest.raises(AssertionError):
                 self.cache.truncate(tokens)

@@ -138,3 +138,27 @@ class RingMachine(RuleBasedStateMachine):
 
 
 TestRingMachine = RingMachine.TestCase
+
+# How to bring an empty slot into each state.
+WAYS: dict[SlotState, list[SlotState]] = {
+    SlotState.EMPTY: [],
+    SlotState.FILLING: [SlotState.FILLING],
+    SlotState.READY: [SlotState.FILLING, SlotState.READY],
+    SlotState.READING: [SlotState.FILLING, SlotState.READY, SlotState.READING],
+}
+
+
+@pytest.mark.parametrize("before", list(SlotState))
+@pytest.mark.parametrize("to", list(SlotState))
+def test_every_move_of_a_slot_is_legal_or_refused(before: SlotState, to: SlotState) -> None:
+    """A copy goes into an empty slot only, a read follows its copy, and whatever is in a slot can be dropped."""
+    ring = Ring(3)
+    for state in WAYS[before]:
+        ring.move(range(1, 3), state)
+    if to in NEXT[before]:
+        ring.move(range(1, 3), to)
+        assert [ring.state(slot) for slot in range(3)] == [SlotState.EMPTY, to, to]
+    else:
+        with pytest.raises(AssertionError):
+            ring.move(range(1, 3), to)
+        assert [ring.state(slot) for slot in range(3)] == [SlotState.EMPTY, before, before]

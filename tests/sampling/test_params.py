@@ -44,6 +44,7 @@ def test_defaults_are_llama_servers() -> None:
         ("top_k", np.int32(7), 7),
         ("top_p", np.float32(0.5), 0.5),
         ("samplers", ["Top-K", "tail_free", "temp"], ("top_k", "temperature")),
+        ("samplers", "tzk", ("temperature", "top_k")),
         ("logit_bias", [[5, -math.inf], (5, 2)], ((5, -math.inf), (5, 2.0))),
     ],
 )
@@ -78,7 +79,7 @@ def test_values_that_are_limited(name: str, given: Any, kept: Any) -> None:
         ("top_k", None),
         ("top_p", "0.9"),
         ("ignore_eos", 1),
-        ("samplers", "top_k"),
+        ("samplers", 3),
         ("samplers", (1,)),
         ("dry_sequence_breakers", "\n"),
         ("dry_sequence_breakers", (1,)),
