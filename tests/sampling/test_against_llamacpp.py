@@ -210,7 +210,7 @@ class NativeVocab:
         self.n_vocab = model.n_vocab
         self.pointer = model._vocab
 
-    def token_bytes(self, token: int, /) -> bytes:
+    def token_bytes(self, token: int, /, *, special: bool = False) -> bytes:
         return self.model.detokenize([token])
 
     def encode(self, text: str, *, add_special: bool = False, parse_special: bool = False) -> list[int]:

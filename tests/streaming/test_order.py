@@ -103,6 +103,25 @@ def test_a_page_coming_back_is_waited_for_before_its_slot_is_anothers() -> None:
         rig.close()
 
 
+def test_a_page_coming_back_is_waited_for_before_it_moves() -> None:
+    """Pages asked for by a step that is left at once lie where a smaller pool ends: they arrive, then they move."""
+    device = TracedDevice(ROTATED, 0)
+    rig = Rig(ROTATED, CONTEXT, Pools.between(CONTEXT, 0.5, 0.1), device)
+    device.committed_tokens = lambda: rig.kv.cache.committed
+    try:
+        rig.prefill(CONTEXT - 100)
+        rig.truncate(4 * PAGE + 5)
+        before = device.copies
+        step(rig, device, Phase.PREFILL, 1, 0, 0)
+        assert device.copies > before
+        coming = set(rig.kv._promoted)
+        rig.enter(Phase.DECODE)
+        assert coming & set(rig.kv._table)
+        step(rig, device, Phase.DECODE, DECODE_ROWS, DECODE_ROWS)
+    finally:
+        rig.close()
+
+
 def test_a_run_over_the_end_of_a_segment_keeps_its_slots_until_its_last_call() -> None:
     """Attention reads such a run in two calls; only after the second may its slots be filled again."""
     context = 72 * PAGE
