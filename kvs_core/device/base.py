@@ -13,7 +13,7 @@ Absent here: which page is where (paging), when to move it (streaming), what a l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,12 +24,10 @@ from kvs_core.formats.gguf import TensorInfo
 from kvs_core.memory.phases import Phase
 from kvs_core.paging.geometry import KvType, PageGeometry
 from kvs_core.paging.spans import Fold, GroupPart, PageRef, RowSpan
+from kvs_core.units import Progress
 
 Buffer = Any
 """An array on the device: numpy.ndarray on the host, cupy.ndarray on CUDA. Shapes stand in each op's docstring."""
-
-Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all); cheap, may be called often."""
 
 
 class Fence(Protocol):

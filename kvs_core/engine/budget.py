@@ -27,6 +27,8 @@ from kvs_core.units import MIB, ceil_div, mib_ceil
 DECODE_ROWS = MAX_ROWS
 """Rows of the decode workspace: one, or a verify of up to seven drafts."""
 
+_RESIDENT_ADVICE = "use --kv-residency-mode adaptive, a smaller --ctx-size or a smaller KV type"
+
 _FREE_SHARE = 0.4   # of free memory that an arena chosen by kvs takes at most; the history needs as much again
 
 
@@ -118,6 +120,7 @@ def plan_budget(
         arena_bytes=arena_bytes if kv.arena_mib is None else kv.arena_mib * MIB,
         pool_bytes=pool_bytes if kv.pool_mib is None else kv.pool_mib * MIB,
         free_bytes=free_bytes if kv.fit else None,
+        advice=_RESIDENT_ADVICE if mode is ResidencyMode.RESIDENT else "",
     )
     _check_ring(kv, need, min(memory.slots(phase) for phase in Phase))
     return Budget(plan, mode, geometry, need, buffers, memory)
@@ -143,7 +146,7 @@ def arena_for(memory: MemoryPlan, slots: int) -> int:
 
 def plan_memory(
     geometry: PageGeometry, need: PoolNeed, buffers: Mapping[Phase, PhaseBuffers], *,
-    arena_bytes: int | None, pool_bytes: int | None, free_bytes: int | None,
+    arena_bytes: int | None, pool_bytes: int | None, free_bytes: int | None, advice: str = "",
 ) -> MemoryPlan:
     """The arena or the pool as asked for; else an arena for the whole context, cut to a fair part of free memory.
 
@@ -157,7 +160,7 @@ def plan_memory(
     if pool_bytes is not None:
         return MemoryPlan.pool_only(
             pool_bytes=pool_bytes, slot_bytes=geometry.page_bytes, min_slots=need.least_slots,
-            prefill=prefill, decode=decode,
+            prefill=prefill, decode=decode, advice=advice,
         )
     if arena_bytes is None:
         least, every = (
@@ -166,4 +169,4 @@ def plan_memory(
         )
         fair = every if free_bytes is None else min(every, int(free_bytes * _FREE_SHARE))
         arena_bytes = mib_ceil(max(least, fair)) * MIB
-    return MemoryPlan(arena_bytes, geometry.page_bytes, need.least_slots, prefill, decode)
+    return MemoryPlan(arena_bytes, geometry.page_bytes, need.least_slots, prefill, decode, advice=advice)

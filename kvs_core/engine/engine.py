@@ -11,7 +11,7 @@ Leaving the block without ``settle`` drops the step's rows. One sequence at a ti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from types import TracebackType
@@ -32,8 +32,7 @@ from kvs_core.paging.residency import ResidencyConfig
 from kvs_core.settings.rooms import ContextSettings, KvSettings, RopeSettings
 from kvs_core.streaming.handover import Handover
 from kvs_core.streaming.kv_stream import KvStats, KvStep, KvStream
-
-Progress = Callable[[int, int], None]
+from kvs_core.units import Progress
 
 
 @dataclass(frozen=True, slots=True)

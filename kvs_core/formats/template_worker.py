@@ -8,9 +8,9 @@ It says ``ready``; then one JSON object per line comes in and one goes out:
 
 Jinja's immutable sandbox keeps the template from reaching Python objects and bounds ``range``. What a sandbox inside
 one process cannot bound is time and memory (``'a' * 10**10``, nested loops, comparing nested lists), hence this
-process: its memory is limited here, its output below, and its parent ends it when it takes too long. Should the parent
-be gone by then, the system ends it, after as much processor time as its argument says, in whole seconds per request;
-while it waits for a request, the end of the pipe does.
+process: its memory is limited here, its output below, and its parent ends it when it takes too long. When the parent is
+gone it ends itself within a second, or, in the midst of one long operation, the system ends it after as much processor
+time as its argument says, in whole seconds per request.
 
 Run as a script with nothing but the standard library and Jinja, so that it starts in a tenth of a second.
 """
@@ -18,8 +18,11 @@ Run as a script with nothing but the standard library and Jinja, so that it star
 from __future__ import annotations
 
 import json
+import os
 import resource
 import sys
+import threading
+import time
 from datetime import datetime
 from math import ceil
 from typing import Any, NoReturn
@@ -125,7 +128,15 @@ def allow_cpu_seconds(seconds: int) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (limit if most == resource.RLIM_INFINITY else min(limit, most), most))
 
 
+def end_with_parent(parent: int) -> NoReturn:
+    """End this process once its parent is another one, which is when the first has ended."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
 def main() -> None:
+    threading.Thread(target=end_with_parent, args=(os.getppid(),), daemon=True).start()
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
     seconds = int(sys.argv[1])
     renderer = Renderer()

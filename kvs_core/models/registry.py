@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvs_core.device.base import Device, Progress, RopeTable
+from kvs_core.device.base import Device, RopeTable
 from kvs_core.errors import ModelFileError
 from kvs_core.formats.gguf import GgufFile
 from kvs_core.models import llama, qwen35
@@ -15,6 +15,7 @@ from kvs_core.models.model import Layer, Model
 from kvs_core.models.rope import RopeOverrides, rope_table
 from kvs_core.models.spec import ModelSpec, TensorSpec
 from kvs_core.models.weights import Loader, check_tensors
+from kvs_core.units import Progress
 
 
 @dataclass(frozen=True, slots=True)

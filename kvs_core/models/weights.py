@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kvs_core.device.base import Buffer, Device, Progress, Weight
+from kvs_core.device.base import Buffer, Device, Weight
 from kvs_core.errors import ModelFileError
 from kvs_core.formats.gguf import GgufFile, TensorInfo
 from kvs_core.formats.quants import can_dequantize
 from kvs_core.models.blocks import FeedForward, Linear
 from kvs_core.models.spec import TensorSpec
+from kvs_core.units import Progress
 
 
 def check_tensors(file: GgufFile, arch: str, table: Iterable[TensorSpec]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvs_core.errors import SettingsError
+from kvs_core.errors import BudgetError, SettingsError
 from tests.engine.tiny import engine, kv_settings, run, text
 
 
@@ -27,4 +27,13 @@ def test_a_ring_the_pool_cannot_have(tiny_llama: Path, setting: str) -> None:
         run(built, text(vocab, 300), [1, 2])
         assert built.report().h2d_bytes > 0
     with pytest.raises(SettingsError), engine(tiny_llama, kv=kv_settings(**{setting: most + 1}), pool=0.2, fixed=True):
+        pass
+
+
+def test_resident_mode_advises_what_can_help(tiny_llama: Path) -> None:
+    """A cache that must be wholly resident and does not fit is not told to lower the ubatch."""
+    kv = kv_settings(residency_mode="resident", arena_mib=1)
+    with pytest.raises(BudgetError, match="or use --kv-residency-mode adaptive"), engine(
+        tiny_llama, kv=kv, context=4096
+    ):
         pass

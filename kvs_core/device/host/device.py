@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from kvs_core.device.base import Buffer, Capabilities, Counters, Ops, Progress, Stream, Weight
+from kvs_core.device.base import Buffer, Capabilities, Counters, Ops, Stream, Weight
 from kvs_core.device.host.machine import available_ram_bytes, default_threads, use_one_blas_thread
 from kvs_core.device.host.ops import HostOps
 from kvs_core.device.host.ops.basic import matmul
@@ -28,7 +28,7 @@ from kvs_core.formats.gguf import TensorInfo
 from kvs_core.formats.quants import dequantize_rows
 from kvs_core.memory.phases import Phase
 from kvs_core.paging.geometry import KvType
-from kvs_core.units import MIB
+from kvs_core.units import MIB, Progress
 
 _POISON = 0xFF   # NaN as float32, as float16 and as a block's scale
 

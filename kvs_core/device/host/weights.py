@@ -14,13 +14,12 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType
 
-from kvs_core.device.base import Progress
 from kvs_core.device.host.machine import available_cores, available_ram_bytes
 from kvs_core.errors import DeviceError
 from kvs_core.formats.gguf import TensorInfo
 from kvs_core.formats.quants import dequantize_rows
 from kvs_core.memory.phases import Phase
-from kvs_core.units import MIB, ceil_div
+from kvs_core.units import MIB, Progress, ceil_div
 
 Floats = npt.NDArray[np.float32]
 
