@@ -12,7 +12,7 @@ Leaving the block without ``settle`` drops the step's rows. One sequence at a ti
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 
@@ -26,7 +26,6 @@ from kvs_core.memory.phases import Phase
 from kvs_core.models.blocks import Batch
 from kvs_core.models.recurrent import RecurrentState
 from kvs_core.models.registry import load_model, read_spec
-from kvs_core.models.rope import RopeOverrides
 from kvs_core.models.spec import ModelSpec
 from kvs_core.paging.residency import ResidencyConfig
 from kvs_core.settings.rooms import ContextSettings, KvSettings, RopeSettings
@@ -70,11 +69,10 @@ class Engine:
         arena_bytes, pool_bytes  exact sizes instead of ``kv.arena_mib`` and ``kv.pool_mib``; arenas in multiples of 256
         """
         self._device = device
-        overrides = RopeOverrides(**{field.name: getattr(rope, field.name) for field in fields(rope)})
         spec = read_spec(file)
         plan = partial(plan_budget, spec, context, kv, arena_bytes=arena_bytes, pool_bytes=pool_bytes)
         device.capabilities.check(plan(free_bytes=device.free_bytes()).geometry)   # what cannot be, before the weights
-        self._model = load_model(file, device, rope=overrides, progress=progress)
+        self._model = load_model(file, device, rope=rope, progress=progress)
         budget = plan(free_bytes=device.free_bytes())   # an arena chosen here comes from what the weights left
         self.context, self.geometry, self.need = budget.context, budget.geometry, budget.need
         self.memory = budget.memory

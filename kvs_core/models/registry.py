@@ -12,9 +12,10 @@ from kvs_core.errors import ModelFileError
 from kvs_core.formats.gguf import GgufFile
 from kvs_core.models import llama, qwen35
 from kvs_core.models.model import Layer, Model
-from kvs_core.models.rope import RopeOverrides, rope_table
+from kvs_core.models.rope import rope_table
 from kvs_core.models.spec import ModelSpec, TensorSpec
 from kvs_core.models.weights import Loader, check_tensors
+from kvs_core.settings.rooms import RopeSettings
 from kvs_core.units import Progress
 
 
@@ -46,7 +47,7 @@ def read_spec(file: GgufFile) -> ModelSpec:
 
 
 def load_model(
-    file: GgufFile, device: Device, *, rope: RopeOverrides | None = None, progress: Progress | None = None
+    file: GgufFile, device: Device, *, rope: RopeSettings | None = None, progress: Progress | None = None
 ) -> Model:
     """Check the file as ``read_spec`` does and put the trunk on ``device``. The MTP block stays in the file.
 
@@ -55,7 +56,7 @@ def load_model(
     spec = read_spec(file)
     arch = _arch_of(file)
     loader = Loader(file, device)
-    table = rope_table(spec.rope, rope or RopeOverrides(), _rope_divisors(file, device))
+    table = rope_table(spec.rope, rope or RopeSettings(), _rope_divisors(file, device))
     loader.prepare(arch.trunk_tensors(spec), progress)
     embedding = loader.matrix("token_embd.weight")
     return Model(

@@ -13,9 +13,9 @@ while YaRN is on, where llama.cpp reads it and lets it fall.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from math import ceil, floor, isfinite, log, pi
-from typing import Any
+from dataclasses import dataclass
+from math import ceil, floor, log, pi
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -23,10 +23,9 @@ import numpy.typing as npt
 from kvs_core.device.base import RopeTable
 from kvs_core.errors import CapabilityError, ModelFileError, SettingsError
 from kvs_core.formats.gguf import GgufFile
+from kvs_core.settings.rooms import MAX_ROPE_SCALE, RopeScaling, RopeSettings
 
-SCALINGS = ("none", "linear", "yarn")
-
-_MAX_SCALE = 1e6   # a context of a million contexts, or the inverse
+SCALINGS = get_args(RopeScaling)
 
 _BETA_FAST = 32.0  # turns within the original context from which on a pair is kept
 _BETA_SLOW = 1.0   # and below which it is divided
@@ -53,44 +52,6 @@ class RopeSpec:
     still_pairs: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class RopeOverrides:
-    """What the user sets in the file's place; None: not set.
-
-    As in llama-server a negative YaRN value, and 0 for the others, also mean "not set". Raises ``SettingsError``.
-    """
-
-    scaling: str | None = None
-    scale: float | None = None
-    freq_base: float | None = None
-    freq_scale: float | None = None
-    yarn_orig_ctx: int | None = None
-    yarn_ext_factor: float | None = None
-    yarn_attn_factor: float | None = None
-    yarn_beta_slow: float | None = None
-    yarn_beta_fast: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.scaling not in (None, *SCALINGS):
-            raise SettingsError(f"--rope-scaling {self.scaling}: use one of {', '.join(SCALINGS)}")
-        for entry in fields(self):
-            value = getattr(self, entry.name)
-            if entry.name == "scaling" or value is None:
-                continue
-            flag = ("--" if entry.name.startswith("yarn") else "--rope-") + entry.name.replace("_", "-")
-            if not isfinite(value):
-                raise SettingsError(f"{flag} {value}: give a finite number")
-            if entry.name in ("scale", "freq_scale") and value and not 1.0 / _MAX_SCALE <= value <= _MAX_SCALE:
-                raise SettingsError(f"{flag} {value:g}: give 0 or a number from {1 / _MAX_SCALE:g} to {_MAX_SCALE:g}")
-            if value < 0 and entry.name in ("freq_base", "yarn_orig_ctx"):
-                raise SettingsError(f"{flag} {value:g}: give a positive number, or 0 for the model's own")
-        if self.scale and self.freq_scale and abs(self.scale * self.freq_scale - 1.0) > 1e-6:
-            raise SettingsError(
-                f"--rope-scale {self.scale:g} and --rope-freq-scale {self.freq_scale:g}: one is the inverse of the "
-                "other; give one of them"
-            )
-
-
 def read_rope(file: GgufFile, arch: str, *, n_rot: int, n_ctx_train: int, interleaved: bool) -> RopeSpec:
     """The rotary keys of ``arch`` and their defaults; the caller has checked ``n_rot`` against the head size.
 
@@ -108,10 +69,11 @@ def read_rope(file: GgufFile, arch: str, *, n_rot: int, n_ctx_train: int, interl
     base = file.get_f32(f"{prefix}.freq_base", 10000.0)
     attn_factor = file.get_f32(f"{prefix}.scaling.attn_factor", 1.0)
     scale = scale or 1.0
-    if base <= 1.0 or not 1.0 / _MAX_SCALE <= scale <= _MAX_SCALE or attn_factor <= 0.0:
+    if base <= 1.0 or not 1.0 / MAX_ROPE_SCALE <= scale <= MAX_ROPE_SCALE or attn_factor <= 0.0:
         raise ModelFileError(
-            f"{file.path}: rotary base {base:g} (must exceed 1), scale {scale:g} (must lie between {1 / _MAX_SCALE:g} "
-            f"and {_MAX_SCALE:g}) or attn_factor {attn_factor:g} (must be positive) is out of range"
+            f"{file.path}: rotary base {base:g} (must exceed 1), scale {scale:g} (must lie between "
+            f"{1 / MAX_ROPE_SCALE:g} and {MAX_ROPE_SCALE:g}) or attn_factor {attn_factor:g} (must be positive) is out "
+            "of range"
         )
     return RopeSpec(
         n_rot=n_rot,
@@ -125,7 +87,7 @@ def read_rope(file: GgufFile, arch: str, *, n_rot: int, n_ctx_train: int, interl
 
 
 def rope_table(
-    spec: RopeSpec, overrides: RopeOverrides, divisors: npt.NDArray[Any] | None = None
+    spec: RopeSpec, overrides: RopeSettings, divisors: npt.NDArray[Any] | None = None
 ) -> RopeTable:
     """Angles and magnitude.
 

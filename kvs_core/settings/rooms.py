@@ -12,9 +12,10 @@ Sizes are tokens or pages; MiB where the name says so, as in the flags.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from math import isfinite
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from kvs_core.errors import SettingsError
 from kvs_core.units import align_up
@@ -26,6 +27,7 @@ VERBOSITY_ALL = 5
 
 ResidencyMode = Literal["adaptive", "resident"]
 RopeScaling = Literal["none", "linear", "yarn"]
+MAX_ROPE_SCALE = 1e6   # a context of a million contexts, or the inverse
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +155,7 @@ class RopeSettings:
     """Position encoding instead of the model's own. None: as the model file says.
 
     scale: context expansion factor, freq_scale: its inverse, at most one of them. yarn_*: as in the YaRN paper,
-    yarn_orig_ctx in tokens.
+    yarn_orig_ctx in tokens. As in llama-server a negative YaRN value, and 0 for the others, also mean "not set".
     """
 
     scaling: RopeScaling | None = None
@@ -165,6 +167,27 @@ class RopeSettings:
     yarn_attn_factor: float | None = None
     yarn_beta_slow: float | None = None
     yarn_beta_fast: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.scaling not in (None, *get_args(RopeScaling)):
+            raise SettingsError(f"--rope-scaling {self.scaling}: use one of {', '.join(get_args(RopeScaling))}")
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if entry.name == "scaling" or value is None:
+                continue
+            flag = ("--" if entry.name.startswith("yarn") else "--rope-") + entry.name.replace("_", "-")
+            if not isfinite(value):
+                raise SettingsError(f"{flag} {value}: give a finite number")
+            least, most = 1.0 / MAX_ROPE_SCALE, MAX_ROPE_SCALE
+            if entry.name in ("scale", "freq_scale") and value and not least <= value <= most:
+                raise SettingsError(f"{flag} {value:g}: give 0 or a number from {least:g} to {most:g}")
+            if value < 0 and entry.name in ("freq_base", "yarn_orig_ctx"):
+                raise SettingsError(f"{flag} {value:g}: give a positive number, or 0 for the model's own")
+        if self.scale and self.freq_scale and abs(self.scale * self.freq_scale - 1.0) > 1e-6:
+            raise SettingsError(
+                f"--rope-scale {self.scale:g} and --rope-freq-scale {self.freq_scale:g}: one is the inverse of the "
+                "other; give one of them"
+            )
 
 
 @dataclass(frozen=True, slots=True)

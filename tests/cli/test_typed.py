@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -12,10 +12,9 @@ import pytest
 from kvs_cli import app
 from kvs_cli.options import parse
 from kvs_core.errors import SettingsError
-from kvs_core.models.rope import SCALINGS, RopeOverrides
 from kvs_core.paging.geometry import KvType
 from kvs_core.paging.residency import ResidencyMode
-from kvs_core.settings import KV_TYPES, PromptSettings, RopeSettings, RunSettings, rooms
+from kvs_core.settings import KV_TYPES, PromptSettings, RunSettings, rooms
 from kvs_core.settings.setting import Command
 from kvs_core.settings.table import BY_KEY, TABLE
 from kvs_core.settings.typed import info_settings, run_settings
@@ -124,11 +123,9 @@ def test_every_setting_is_read_or_named(command: Command) -> None:
 
 
 def test_names_are_those_of_the_rooms_that_use_them() -> None:
-    """Settings stand above the rooms and spell their words again: K/V types, residency modes, RoPE scalings."""
+    """Settings stand above the rooms and spell their words again: K/V types, residency modes."""
     assert set(KV_TYPES) == {kind.label for kind in KvType}
     assert set(get_args(rooms.ResidencyMode)) == {mode.value for mode in ResidencyMode}
-    assert set(get_args(rooms.RopeScaling)) == set(SCALINGS)
-    assert {field.name for field in fields(RopeSettings)} == {field.name for field in fields(RopeOverrides)}
 
 
 def test_info_takes_its_model_either_way() -> None:

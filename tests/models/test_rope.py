@@ -23,7 +23,8 @@ from kvs_core.models.model import forward_buffers, logit_buffers
 from kvs_core.models.qwen35 import still_pairs
 from kvs_core.models.recurrent import RecurrentState
 from kvs_core.models.registry import load_model
-from kvs_core.models.rope import RopeOverrides, RopeSpec, rope_table
+from kvs_core.models.rope import RopeSpec, rope_table
+from kvs_core.settings.rooms import RopeSettings
 from tests.models.dense_kv import DenseKv
 from tests.support import llamacpp
 from tests.support.tiny_gguf import write_tiny_llama, write_tiny_qwen35
@@ -36,10 +37,10 @@ FREQUENCIES = 10000.0 ** (-np.arange(32) / 32)
 
 def test_without_scaling_pair_i_turns_by_the_power_of_the_base() -> None:
     """inv_freq[i] = base ** (-2 i / n_rot), in the file's pairing, magnitude 1."""
-    table = rope_table(PLAIN, RopeOverrides())
+    table = rope_table(PLAIN, RopeSettings())
     np.testing.assert_allclose(table.inv_freq, FREQUENCIES, rtol=1e-14)
     assert (table.n_rot, table.interleaved, table.magnitude) == (64, True, 1.0)
-    assert not rope_table(replace(PLAIN, interleaved=False), RopeOverrides()).interleaved
+    assert not rope_table(replace(PLAIN, interleaved=False), RopeSettings()).interleaved
 
 
 @pytest.mark.parametrize(
@@ -58,21 +59,21 @@ def test_without_scaling_pair_i_turns_by_the_power_of_the_base() -> None:
 )
 def test_linear_scaling_divides_all_angles(spec: dict[str, Any], overrides: dict[str, Any], factor: float) -> None:
     """The user's factor wins over the file's, unset ones do not, and ``none`` switches both off."""
-    table = rope_table(replace(PLAIN, **spec), RopeOverrides(**overrides))
+    table = rope_table(replace(PLAIN, **spec), RopeSettings(**overrides))
     np.testing.assert_allclose(table.inv_freq, FREQUENCIES * factor, rtol=1e-12)
     assert table.magnitude == 1.0
 
 
 def test_the_users_base_wins() -> None:
     """--rope-freq-base replaces the file's base."""
-    table = rope_table(PLAIN, RopeOverrides(freq_base=500.0))
+    table = rope_table(PLAIN, RopeSettings(freq_base=500.0))
     np.testing.assert_allclose(table.inv_freq, 500.0 ** (-np.arange(32) / 32), rtol=1e-14)
 
 
 def test_divisors_divide_each_angle() -> None:
     """``rope_freqs.weight`` divides its pair's angle, beside the scaling."""
     divisors = np.linspace(1.0, 8.0, 32, dtype=np.float32)
-    table = rope_table(replace(PLAIN, scale=2.0), RopeOverrides(), divisors)
+    table = rope_table(replace(PLAIN, scale=2.0), RopeSettings(), divisors)
     np.testing.assert_allclose(table.inv_freq, FREQUENCIES / divisors / 2.0, rtol=1e-12)
 
 
@@ -86,8 +87,8 @@ def test_yarn_keeps_fast_pairs_and_divides_slow_ones(scale: float, base: float, 
     """Pairs turning more than 32 times in the original context stay, those turning less than once are divided, the
     share divided grows between, and q and k are lengthened by 1 + 0.1 ln(scale)."""
     spec = replace(PLAIN, n_rot=n_rot, freq_base=base, scaling="yarn", scale=scale, orig_ctx=orig_ctx)
-    table = rope_table(spec, RopeOverrides())
-    plain = rope_table(replace(spec, scaling="none"), RopeOverrides()).inv_freq
+    table = rope_table(spec, RopeSettings())
+    plain = rope_table(replace(spec, scaling="none"), RopeSettings()).inv_freq
     turns = orig_ctx * plain / (2 * np.pi)
     share = table.inv_freq / plain
     one_pair = base ** (2 / n_rot)  # the ramp's ends lie on whole pairs
@@ -100,17 +101,17 @@ def test_yarn_keeps_fast_pairs_and_divides_slow_ones(scale: float, base: float, 
 def test_yarn_settings_of_the_user_win() -> None:
     """Original context, betas and factors given by the user replace those of the file and the paper."""
     spec = replace(PLAIN, scaling="yarn", scale=4.0, orig_ctx=2048)
-    wide = rope_table(spec, RopeOverrides(yarn_beta_fast=1.0, yarn_beta_slow=1.0))
+    wide = rope_table(spec, RopeSettings(yarn_beta_fast=1.0, yarn_beta_slow=1.0))
     # Both ends of the ramp on neighbouring pairs: one turn in 2048 positions lies between pairs 20 and 21.
     np.testing.assert_allclose(wide.inv_freq[:21], FREQUENCIES[:21], rtol=1e-12)
     np.testing.assert_allclose(wide.inv_freq[21:], FREQUENCIES[21:] / 4.0, rtol=1e-12)
-    shorter = rope_table(spec, RopeOverrides(yarn_orig_ctx=512))
-    np.testing.assert_array_equal(shorter.inv_freq, rope_table(replace(spec, orig_ctx=512), RopeOverrides()).inv_freq)
-    half = rope_table(spec, RopeOverrides(yarn_ext_factor=0.5)).inv_freq
-    full = rope_table(spec, RopeOverrides()).inv_freq
+    shorter = rope_table(spec, RopeSettings(yarn_orig_ctx=512))
+    np.testing.assert_array_equal(shorter.inv_freq, rope_table(replace(spec, orig_ctx=512), RopeSettings()).inv_freq)
+    half = rope_table(spec, RopeSettings(yarn_ext_factor=0.5)).inv_freq
+    full = rope_table(spec, RopeSettings()).inv_freq
     np.testing.assert_allclose(half, (full + FREQUENCIES / 4.0) / 2.0, rtol=1e-12)
-    assert rope_table(spec, RopeOverrides(yarn_attn_factor=0.5)).magnitude == pytest.approx(0.5 * (1 + 0.1 * log(4)))
-    assert rope_table(replace(spec, attn_factor=2.0), RopeOverrides()).magnitude == pytest.approx(2 + 0.2 * log(4))
+    assert rope_table(spec, RopeSettings(yarn_attn_factor=0.5)).magnitude == pytest.approx(0.5 * (1 + 0.1 * log(4)))
+    assert rope_table(replace(spec, attn_factor=2.0), RopeSettings()).magnitude == pytest.approx(2 + 0.2 * log(4))
 
 
 @pytest.mark.parametrize(
@@ -132,7 +133,7 @@ def test_yarn_settings_of_the_user_win() -> None:
 def test_unusable_settings_are_refused(overrides: dict[str, Any], message: str) -> None:
     """A setting that gives no angles is refused in one line that names the flag."""
     with pytest.raises(SettingsError) as caught:
-        rope_table(PLAIN, RopeOverrides(**overrides))
+        rope_table(PLAIN, RopeSettings(**overrides))
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -146,7 +147,7 @@ def test_pairs_without_a_text_position_stand_still(
 ) -> None:
     """The published sections reach every pair; others leave pairs to an id that is 0 in a text."""
     assert still_pairs(pairs, sections) == still
-    table = rope_table(replace(PLAIN, n_rot=2 * pairs, still_pairs=still), RopeOverrides())
+    table = rope_table(replace(PLAIN, n_rot=2 * pairs, still_pairs=still), RopeSettings())
     assert np.flatnonzero(table.inv_freq == 0.0).tolist() == list(still)
 
 
