@@ -2,8 +2,9 @@
 
     python benchmarks/host_speed.py [--model FILE] [--threads N] [--output FILE.json]
 
-Every line of the table is a fresh ``kvs run`` process. K and V are q8_0, pages of 64 tokens, ubatches of 128. The text
-is the same; only the arena differs. ``floor`` is the time to read the float32 weights once at the measured memory rate.
+Every line of the table is a fresh ``kvs run`` process with K and V in q8_0. First a short text with default settings;
+then a long one with pages of 64 tokens and ubatches of 128, where only the arena differs. ``floor``: the float32
+weights are read once per token at the measured memory rate.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 PROSE = ROOT / "tests" / "data" / "harbour.txt"
 N_PARAMS = 134_515_008
-COMMON = ["--temp", "0", "-c", "4096", "-ctk", "q8_0", "-ctv", "q8_0", "--kv-page-tokens", "64", "-ub", "128"]
+COMMON = ["--temp", "0", "--ignore-eos", "-c", "4096", "-ctk", "q8_0", "-ctv", "q8_0"]
+SMALL_PAGES = ["--kv-page-tokens", "64", "-ub", "128"]
 
 
 def run(arguments: list[str]) -> dict[str, object]:
@@ -60,29 +62,31 @@ def main() -> None:
     common = ["-m", str(options.model), "-t", str(options.threads), *COMMON]
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        for words, tokens in ((300, 64), (2400, 32)):
-            prompt = Path(folder) / f"{words}.txt"
-            prompt.write_text(" ".join((PROSE.read_text() * 3).split(" ")[:words]))
-            arguments = [str(prompt), "-n", str(tokens), *common]
-            for name, extra in (
-                ("resident", ["--kv-residency-mode", "resident"]),
-                ("smallest arena", ["--kv-stream-arena-mib", str(least_arena(arguments))]),
-            ):
-                result = run([*arguments, *extra])
-                timings, kv = result["timings"], result["kv"]
-                assert isinstance(timings, dict)
-                assert isinstance(kv, dict)
-                rows.append({
-                    "arena": name,
-                    "arena_mib": kv["arena_bytes"] >> 20,
-                    "prompt_tokens": result["prompt_tokens"],
-                    "load_to_first_token_s": timings["first_token_ms"] / 1e3 + timings["load_ms"] / 1e3,
-                    "prefill_tps": timings["prompt_per_second"],
-                    "decode_tps": timings["predicted_per_second"],
-                    "streamed_pages_per_step": kv["streamed_pages_per_step"],
-                    "active_pages": kv["active_pages"],
-                    "h2d_mib_per_token": kv["h2d_bytes_per_token"] / 2**20,
-                })
+        short, long = Path(folder) / "short.txt", Path(folder) / "long.txt"
+        words = (PROSE.read_text() * 3).split(" ")
+        short.write_text(" ".join(words[:100]))
+        long.write_text(" ".join(words[:2400]))
+        streamed = [str(long), "-n", "32", *common, *SMALL_PAGES]
+        for name, arguments in (
+            ("default", [str(short), "-n", "128", *common]),
+            ("long, resident", [*streamed, "--kv-residency-mode", "resident"]),
+            ("long, streamed", [*streamed, "--kv-stream-arena-mib", str(least_arena(streamed))]),
+        ):
+            result = run(arguments)
+            timings, kv = result["timings"], result["kv"]
+            assert isinstance(timings, dict)
+            assert isinstance(kv, dict)
+            rows.append({
+                "run": name,
+                "arena_mib": kv["arena_bytes"] >> 20,
+                "prompt_tokens": result["prompt_tokens"],
+                "load_to_first_token_s": timings["first_token_ms"] / 1e3 + timings["load_ms"] / 1e3,
+                "prefill_tps": timings["prompt_per_second"],
+                "decode_tps": timings["predicted_per_second"],
+                "streamed_pages_per_step": kv["streamed_pages_per_step"],
+                "active_pages": kv["active_pages"],
+                "h2d_mib_per_token": kv["h2d_bytes_per_token"] / 2**20,
+            })
     rate = read_gb_per_s()
     floor_tps = rate * 1e9 / (4 * N_PARAMS)
     report = {
@@ -97,10 +101,10 @@ def main() -> None:
     if options.output:
         options.output.write_text(json.dumps(report, indent=2) + "\n")
     print(f"weights are read at {rate:.1f} GB/s: at most {floor_tps:.1f} tokens/s in float32")
-    print("arena            MiB  prompt  first token  prefill t/s  decode t/s  of floor  streamed pages  MiB/token")
+    print("run              MiB  prompt  first token  prefill t/s  decode t/s  of floor  streamed pages  MiB/token")
     for row in rows:
         print(
-            f"{row['arena']:15} {row['arena_mib']:4} {row['prompt_tokens']:7} {row['load_to_first_token_s']:10.2f} s "
+            f"{row['run']:15} {row['arena_mib']:4} {row['prompt_tokens']:7} {row['load_to_first_token_s']:10.2f} s "
             f"{row['prefill_tps']:12.1f} {row['decode_tps']:11.1f} {row['decode_tps'] / floor_tps:8.0%} "
             f"{row['streamed_pages_per_step']:6} of {row['active_pages']:4} {row['h2d_mib_per_token']:9.2f}"
         )

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any, cast
 
@@ -24,7 +23,7 @@ from kvs_cli.ending import (
     INTERRUPTED,
     OutputError,
     ReaderLeft,
-    drop_stdout,
+    drop,
     open_missing_streams,
     printable,
     writing,
@@ -162,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except typer.Exit as leave:
         return leave.exit_code
     except OutputError as error:
-        drop_stdout()
+        drop(sys.stdout)
         return FAILED if isinstance(error, ReaderLeft) else _fail(str(error))
     except KvsError as error:
         return _fail(str(error))
@@ -171,10 +170,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
     except BrokenPipeError:  # the reader has left in the middle of the help that typer prints
-        drop_stdout()
+        drop(sys.stdout)
         return FAILED
     except OSError as error:  # one that no adapter has made an error of kvs
-        drop_stdout()
+        drop(sys.stdout)
         return _fail(f"the system says: {error}; check what it names, and try again")
     except MemoryError:
         return _fail("out of memory; use a smaller context, arena or model, or end other programs")
@@ -187,8 +186,10 @@ def _print(text: str) -> None:
 
 def _say(line: str) -> None:
     """One line on stderr; if that cannot be written there is nobody to tell."""
-    with suppress(OSError):
-        print(printable(line), file=sys.stderr)
+    try:
+        print(printable(line), file=sys.stderr, flush=True)
+    except OSError:
+        drop(sys.stderr)
 
 
 def _fail(message: str) -> int:

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import TextIO
 
 from kvs_core.errors import KvsError
 
@@ -43,10 +44,10 @@ def open_missing_streams() -> None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  for the whole process
 
 
-def drop_stdout() -> None:
-    """Keep the interpreter from writing, at its end, what is still in the buffer."""
+def drop(stream: TextIO) -> None:
+    """Keep the interpreter from writing, at its end, what is still in the buffer of a standard stream."""
     with suppress(OSError):  # one without a file, such as a caller's in the same process, has nothing left to write
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def printable(text: str) -> str:

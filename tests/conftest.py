@@ -14,6 +14,8 @@ import os
 # Before NumPy is loaded, and for child processes: BLAS sums in another order with another number of threads.
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -30,6 +32,19 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.register_profile("ci", hypothesis.settings.get_profile("default"), derandomize=True)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "default"))
+
+
+@pytest.fixture(autouse=True)
+def restored_loggers() -> Iterator[None]:
+    """A command sets up logging for its process; the tests after it listen to the loggers as they were."""
+    yield
+    for name in ("kvs_core", "kvs_cli"):
+        logger = logging.getLogger(name)
+        for handler in list(logger.handlers):
+            logger.removeHandler(handler)
+            handler.close()
+        logger.setLevel(logging.NOTSET)
+        logger.propagate = True
 
 
 @pytest.fixture(scope="session")

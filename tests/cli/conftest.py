@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,19 +50,6 @@ class Ended:
 
 
 Kvs = Callable[..., Ended]
-
-
-@pytest.fixture(autouse=True)
-def restored_loggers() -> Iterator[None]:
-    """A command sets up logging for its process; the tests after it listen to the loggers as they were."""
-    yield
-    for name in ("kvs_core", "kvs_cli"):
-        logger = logging.getLogger(name)
-        for handler in list(logger.handlers):
-            logger.removeHandler(handler)
-            handler.close()
-        logger.setLevel(logging.NOTSET)
-        logger.propagate = True
 
 
 @pytest.fixture
