@@ -68,7 +68,7 @@ def test_held_and_piecewise_products_are_equal_bit_for_bit(
     x = _random(rows, n_in, seed + 1)
     tokens = np.random.default_rng(seed).integers(0, n_out, rows).astype(np.int32)
     results = []
-    with patch.dict(weights.PIECE_BYTES, {phase: piece_rows * n_in * 4}):
+    with patch.dict(weights.PIECE_BYTES, {phase: (4 * piece_rows * n_in, 4 * piece_rows * n_in)}):
         for limit in (1 << 30, 0):
             matrix = _prepared(info, limit)
             assert isinstance(matrix, MappedMatrix) == (limit == 0 and quant is not F32)
@@ -107,8 +107,12 @@ def test_the_bits_are_the_same_for_every_number_of_threads(
     """``--threads`` never changes a text: in neither phase, with matrices in memory or in the file."""
     n_in = 32 * blocks
     x = _random(rows, n_in, seed + 1)
+    piece_bytes = 4 * piece_rows * n_in
     results = []
-    with patch.dict(weights.PIECE_BYTES, {phase: piece_rows * n_in * 4}), _before_each_read(lambda: time.sleep(1e-5)):
+    with (
+        patch.dict(weights.PIECE_BYTES, {phase: (piece_bytes, piece_bytes)}),
+        _before_each_read(lambda: time.sleep(1e-5)),
+    ):
         matrix = _prepared(tensor("w", _random(n_out, n_in, seed), quant), (1 << 30) * held)
         for threads in (1, 2, 3):
             team = Team(threads)
@@ -169,7 +173,7 @@ def test_a_matrix_that_was_not_prepared_stays_in_the_file() -> None:
 
 def test_a_row_longer_than_a_piece_is_a_piece() -> None:
     """However wide a matrix is, it can be multiplied."""
-    with patch.dict(weights.PIECE_BYTES, dict.fromkeys(Phase, 128)):
+    with patch.dict(weights.PIECE_BYTES, dict.fromkeys(Phase, (128, 128))):
         info = tensor("w", _random(3, 96), Quant.F16)
         matrix = _prepared(info, 0)
         assert len(matrix.pieces(Phase.DECODE)) == 3

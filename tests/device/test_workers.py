@@ -87,7 +87,7 @@ def test_helpers_that_do_not_come_are_not_waited_for(pair: Team) -> None:
 def test_a_helper_that_held_its_caller_up_is_not_called_for_a_while(
     pair: Team, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A wait longer than its pieces were worth is followed by a pause as many times as long, and then by a new try."""
+    """A job that took longer than it would have alone is followed by a pause in proportion, and then by a new try."""
     monkeypatch.setattr(workers, "_PAUSE", 10)
     helping = threading.Event()
     threads: list[threading.Thread] = []
@@ -109,6 +109,17 @@ def test_a_helper_that_held_its_caller_up_is_not_called_for_a_while(
     assert set(threads) == {threading.current_thread()}
     time.sleep(0.3)
     _meet(pair, 2)
+
+
+def test_a_stray_delay_is_forgiven_when_more_was_saved_before(pair: Team) -> None:
+    """One late helper on a quiet machine does not make the next token slow; many do."""
+    pair._judge(took_s=0.001, alone_s=0.006)
+    pair._judge(took_s=0.005, alone_s=0.001)
+    _meet(pair, 2)
+    pair._judge(took_s=1.0, alone_s=0.0)
+    threads = set()
+    pair.share(5, lambda _: threads.add(threading.current_thread()))
+    assert threads == {threading.current_thread()}
 
 
 def test_a_helpers_error_is_the_callers_and_ends_the_job(pair: Team) -> None:

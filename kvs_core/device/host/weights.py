@@ -23,13 +23,15 @@ from kvs_core.units import MIB, Progress, ceil_div
 
 Floats = npt.NDArray[np.float32]
 
-PIECE_BYTES = {Phase.DECODE: MIB, Phase.PREFILL: 2 * MIB}
-"""Float32 bytes of a piece at most, if a row is no longer. The same for every number of threads.
+PIECE_BYTES = {Phase.DECODE: (MIB // 2, 2 * MIB), Phase.PREFILL: (MIB, 8 * MIB)}
+"""Float32 bytes of a small matrix's pieces and of a large one's, if a row is no longer.
 
-DECODE: what one row of a step has multiplied is still in a core's cache for the next row, so that four rows cost about
-two passes over memory. PREFILL: one product packs all rows anew, so pieces are larger. Both are long beside calling
-another thread, and small enough that a matrix of a few MiB can be shared.
+Small ones are long beside a call of another thread, and still let threads share a matrix of a few MiB; large ones make
+few calls. DECODE: what one row of a step has multiplied is still in a core's cache for the next row, so that four rows
+cost about two passes over memory. PREFILL: one product packs all rows of the step anew, so pieces are larger.
 """
+
+_PIECES = 16   # of a matrix between small and large
 
 _HELD_SHARE = 0.6    # of the available RAM; the rest is for the KV history, the arena and the mapped file
 _LOAD_THREADS = 8    # at most; a few fill the memory bus
@@ -159,8 +161,10 @@ class HostWeights:
 
 
 def _piece_rows(n_out: int, n_in: int, phase: Phase) -> int:
-    """Rows of a piece: all are about as long, so that threads are done together."""
-    most = max(1, PIECE_BYTES[phase] // (4 * n_in))
+    """Rows of a piece, by the matrix's shape alone: all are about as long, so that threads are done together."""
+    least_bytes, most_bytes = PIECE_BYTES[phase]
+    piece_bytes = min(max(least_bytes, 4 * n_in * n_out // _PIECES), most_bytes)
+    most = max(1, piece_bytes // (4 * n_in))
     return ceil_div(n_out, ceil_div(n_out, most))
 
 

@@ -5,22 +5,26 @@
 
 The caller waits for nothing but pieces that a helper has begun. Where the cores are busy with something else, helpers
 come late or never, and the caller does the job alone: having called them costs microseconds. Worse is a helper that
-loses its core in the middle of a piece, as the caller has to wait. Whenever that takes longer than the helpers' pieces
-would have taken the caller, no helper is called for a while.
+loses its core in the middle of a piece, or gets the caller's. So each job is compared with the time that the caller
+alone would have computed; where jobs take longer, no helper is called for a while.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 
 from kvs_core.errors import DeviceError
 
-_PAUSE = 16   # times the loss: so helpers that lose their cores cost a sixteenth of the time at most
+_CREDIT_S = 0.01   # time saved that may be lost again before helpers pause: a stray delay is no busy core
+_PAUSE = 64        # times what was lost; so on busy cores helpers cost a sixty-fourth of the time
 
 
 class Team:
@@ -35,7 +39,8 @@ class Team:
             threading.Thread(target=_help, args=(self._calls,), name=f"kvs worker {number}", daemon=True)
             for number in range(1, threads)
         ]
-        self._alone_until = 0.0   # on time.perf_counter
+        self._credit_s = 0.0
+        self._alone_until = 0.0   # by time.perf_counter
         self._dismiss = weakref.finalize(self, _dismiss, self._calls, len(self._helpers))
         for number, helper in enumerate(self._helpers, start=1):
             try:
@@ -68,9 +73,7 @@ class Team:
             self._take_back()
             job.wait()
         if own:
-            end = time.perf_counter()
-            lost = end - start - computing / own * n_pieces
-            self._alone_until = end + _PAUSE * lost
+            self._judge(time.perf_counter() - start, computing / own * n_pieces)
 
     def close(self) -> None:
         """End the helpers. Idempotent."""
@@ -78,6 +81,13 @@ class Team:
         for helper in self._helpers:
             helper.join()
         self._helpers = []
+
+    def _judge(self, took_s: float, alone_s: float) -> None:
+        """Decide when to call helpers next.   alone_s: processor time of the whole job, by the caller's pieces of it"""
+        self._credit_s = min(_CREDIT_S, self._credit_s + alone_s - took_s)
+        if self._credit_s < 0:
+            self._alone_until = time.perf_counter() - _PAUSE * self._credit_s
+            self._credit_s = 0.0
 
     def _take_back(self) -> None:
         try:
@@ -139,6 +149,10 @@ class _Job:
 
 
 def _help(calls: SimpleQueue[_Job | None]) -> None:
+    if sys.platform == "linux":
+        with suppress(OSError):   # a container may forbid it
+            # Batch work that wakes up goes to an idle core or waits; it does not push its caller off a core.
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     while (job := calls.get()) is not None:
         job.help()
         del job   # a sleeping helper keeps no arrays
