@@ -13,7 +13,6 @@ from math import sqrt
 from kvs_core.device.base import RopeTable
 from kvs_core.errors import ModelFileError
 from kvs_core.formats.gguf import GgufFile
-from kvs_core.models.blocks import Attention
 from kvs_core.models.model import Layer
 from kvs_core.models.rope import read_rope
 from kvs_core.models.spec import ModelSpec, TensorSpec, read_common
@@ -78,16 +77,6 @@ def load_layers(spec: ModelSpec, loader: Loader, rope: RopeTable) -> list[Layer]
     """The trunk on the device."""
     layers = []
     for layer in spec.layers:
-        block = f"blk.{layer.index}"
-        mixer = Attention(
-            layer=layer,
-            norm=loader.vector(f"{block}.attn_norm.weight"),
-            q=loader.linear(f"{block}.attn_q"),
-            k=loader.linear(f"{block}.attn_k"),
-            v=loader.linear(f"{block}.attn_v"),
-            out=loader.linear(f"{block}.attn_output"),
-            rope=rope,
-            scale=spec.attention_scale,
-        )
-        layers.append(Layer(mixer, loader.feed_forward(block, "ffn_norm")))
+        mixer = loader.attention(layer, rope, spec.attention_scale, head_norms=False)
+        layers.append(Layer(mixer, loader.feed_forward(f"blk.{layer.index}", "ffn_norm")))
     return layers

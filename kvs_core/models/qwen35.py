@@ -204,25 +204,12 @@ def load_layers(spec: ModelSpec, loader: Loader, rope: RopeTable) -> list[Layer]
     layers = []
     for layer in spec.layers:
         block = f"blk.{layer.index}"
-        mixer = _load_delta_net(spec, layer, loader) if layer.gdn else _load_attention(spec, layer, loader, rope)
+        if layer.gdn:
+            mixer: Attention | DeltaNet = _load_delta_net(spec, layer, loader)
+        else:
+            mixer = loader.attention(layer, rope, spec.attention_scale, head_norms=True)
         layers.append(Layer(mixer, loader.feed_forward(block, "post_attention_norm")))
     return layers
-
-
-def _load_attention(spec: ModelSpec, layer: LayerSpec, loader: Loader, rope: RopeTable) -> Attention:
-    block = f"blk.{layer.index}"
-    return Attention(
-        layer=layer,
-        norm=loader.vector(f"{block}.attn_norm.weight"),
-        q=loader.linear(f"{block}.attn_q"),
-        k=loader.linear(f"{block}.attn_k"),
-        v=loader.linear(f"{block}.attn_v"),
-        out=loader.linear(f"{block}.attn_output"),
-        rope=rope,
-        scale=spec.attention_scale,
-        q_norm=loader.vector(f"{block}.attn_q_norm.weight"),
-        k_norm=loader.vector(f"{block}.attn_k_norm.weight"),
-    )
 
 
 def _load_delta_net(spec: ModelSpec, layer: LayerSpec, loader: Loader) -> DeltaNet:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kvs_core.device.base import Buffer, Device, Weight
+from kvs_core.device.base import Buffer, Device, RopeTable, Weight
 from kvs_core.errors import ModelFileError
 from kvs_core.formats.gguf import GgufFile, TensorInfo
 from kvs_core.formats.quants import can_dequantize
-from kvs_core.models.blocks import FeedForward, Linear
-from kvs_core.models.spec import TensorSpec
+from kvs_core.models.blocks import Attention, FeedForward, Linear
+from kvs_core.models.spec import LayerSpec, TensorSpec
 from kvs_core.units import Progress
 
 
@@ -82,6 +82,22 @@ class Loader:
         """``stem.weight`` with ``stem.bias``, if there is one."""
         bias = self.vector(f"{stem}.bias") if self.has(f"{stem}.bias") else None
         return Linear(self.matrix(f"{stem}.weight"), bias)
+
+    def attention(self, layer: LayerSpec, rope: RopeTable, scale: float, *, head_norms: bool) -> Attention:
+        """The attention part of a layer; ``head_norms``: q and k have an RMSNorm per head."""
+        block = f"blk.{layer.index}"
+        return Attention(
+            layer=layer,
+            norm=self.vector(f"{block}.attn_norm.weight"),
+            q=self.linear(f"{block}.attn_q"),
+            k=self.linear(f"{block}.attn_k"),
+            v=self.linear(f"{block}.attn_v"),
+            out=self.linear(f"{block}.attn_output"),
+            rope=rope,
+            scale=scale,
+            q_norm=self.vector(f"{block}.attn_q_norm.weight") if head_norms else None,
+            k_norm=self.vector(f"{block}.attn_k_norm.weight") if head_norms else None,
+        )
 
     def feed_forward(self, block: str, norm: str) -> FeedForward:
         """The SwiGLU part of a block, behind the norm of that name."""

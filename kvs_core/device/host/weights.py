@@ -7,6 +7,7 @@ another shape, so only so does a result not depend on how a matrix is held, nor 
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -55,7 +56,7 @@ def aligned_bytes(size_bytes: int, purpose: str) -> npt.NDArray[np.uint8]:
     )
 
 
-class HostMatrix:
+class HostMatrix(ABC):
     """A matrix [n_out, n_in] of float32 values. Subclasses say where they are."""
 
     def __init__(self, name: str, n_out: int, n_in: int) -> None:
@@ -63,9 +64,9 @@ class HostMatrix:
         self.n_out = n_out
         self.n_in = n_in
 
+    @abstractmethod
     def read(self, first: int, rows: int) -> Floats:
         """Rows [first, first + rows), contiguous; good until this thread's next call. Threads may read together."""
-        raise NotImplementedError
 
     def pieces(self, phase: Phase) -> range:
         """The first row of each piece; all have ``step`` rows, the last one what is left."""
