@@ -32,6 +32,8 @@ from kvs_cli.help import print_help
 from kvs_cli.logging import configure_logging
 from kvs_cli.options import Parsed, parse
 from kvs_core.errors import KvsError, SettingsError
+from kvs_core.settings import LoggingSettings
+from kvs_core.settings.kinds import as_path
 from kvs_core.settings.setting import Command
 from kvs_core.settings.typed import info_settings, logging_settings, run_settings
 from kvs_core.units import MIB
@@ -88,6 +90,18 @@ def info(ctx: typer.Context) -> None:
     from kvs_cli.commands.info import execute
 
     raise typer.Exit(execute(settings))
+
+
+@app.command(help="Write a model with the shapes of a real one and random weights, for measuring other programs: "
+                  "SHAPE:MIX as --model synthetic:SHAPE:MIX takes it, such as qwen3.5-27b:iq4_xs.")
+def synthesize(
+    name: Annotated[str, typer.Argument(metavar="SHAPE:MIX[:mtp]", help="Which; a wrong one lists what there is.")],
+    out: Annotated[str, typer.Argument(metavar="OUT.gguf", help="A file that does not exist yet.")],
+) -> None:
+    from kvs_cli.commands.synthesize import execute
+
+    configure_logging(LoggingSettings())
+    execute(name, as_path(out))
 
 
 @app.command(help="Print a completion script for a shell: bash, zsh or fish.")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kvs_cli.render import Screen
 from kvs_core.demo import DEMO_MODEL
-from kvs_core.device.host.device import HostDevice
+from kvs_core.device.choose import open_device
 from kvs_core.engine.engine import Engine
 from kvs_core.formats.finite import check_finite
 from kvs_core.formats.gguf import GgufFile, parse_override
@@ -22,7 +22,8 @@ from kvs_core.formats.hub import fetch_url, resolve_hf
 from kvs_core.formats.tokenizer import Tokenizer
 from kvs_core.models.registry import read_spec
 from kvs_core.models.spec import ModelSpec
-from kvs_core.settings import ContextPlan, EngineSettings, HubModel, ModelSettings, UrlModel
+from kvs_core.models.synthetic import synthetic_model
+from kvs_core.settings import ContextPlan, EngineSettings, HubModel, ModelSettings, SyntheticModel, UrlModel
 
 LOGGER = logging.getLogger(__name__)
 
@@ -38,10 +39,16 @@ class OpenModel:
 
 def open_model(settings: ModelSettings, screen: Screen) -> OpenModel:
     """Open the file, fetching it if it is not there. Raises the ``KvsError`` that says what is wrong with it."""
-    path = _find(settings, screen)
-    file = GgufFile.open(path).override(parse_override(text) for text in settings.override_kv)
+    source = settings.source
+    if isinstance(source, SyntheticModel):
+        found = synthetic_model(source.name)
+    else:
+        found = GgufFile.open(_find(source, settings, screen))
+    file = found.override(parse_override(text) for text in settings.override_kv)
+    if file.synthetic:
+        LOGGER.info("synthetic model %s: its weights are random, its text means nothing", file.path)
     spec = read_spec(file)
-    tokenizer = Tokenizer.from_metadata(file.metadata, source=str(path))
+    tokenizer = Tokenizer.from_metadata(file.metadata, source=str(file.path))
     if settings.scan:
         with screen.stage("checking weights", "bytes") as progress:
             check_finite(file, progress)
@@ -64,8 +71,7 @@ def plan_context(model: OpenModel, settings: EngineSettings) -> ContextPlan:
 def open_engine(model: OpenModel, settings: EngineSettings, screen: Screen) -> Iterator[Engine]:
     """An engine with its weights loaded. Whatever ends the block, its threads and memory are given back."""
     settings.device.check_gpu_layers(model.spec.n_layer)
-    device = HostDevice(settings.device.threads)
-    LOGGER.info("device: %s, %d threads", device.name, device.threads)
+    device = open_device(settings.device)
     try:
         with screen.stage("loading weights", "bytes") as progress:
             engine = Engine(
@@ -80,8 +86,7 @@ def open_engine(model: OpenModel, settings: EngineSettings, screen: Screen) -> I
         engine.close()
 
 
-def _find(settings: ModelSettings, screen: Screen) -> Path:
-    source = settings.source
+def _find(source: Path | HubModel | UrlModel | None, settings: ModelSettings, screen: Screen) -> Path:
     if source is None:
         LOGGER.info("model: no --model was given; taking the demo model that comes with kvs")
         return DEMO_MODEL
@@ -90,7 +95,6 @@ def _find(settings: ModelSettings, screen: Screen) -> Path:
     with screen.stage("fetching the model", "bytes") as progress:
         if isinstance(source, UrlModel):
             return fetch_url(source.url, offline=settings.offline, progress=progress)
-        assert isinstance(source, HubModel)
         return resolve_hf(
             source.repo, file=source.file, token=source.token, offline=settings.offline, progress=progress
         )

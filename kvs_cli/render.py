@@ -119,7 +119,8 @@ def print_sections(sections: Mapping[str, Mapping[str, str]]) -> None:
 def log_summary(result: RunResult) -> None:
     """How a run ended, how fast it was and what its KV took."""
     seed = f"; seed {result.seed}" if result.seed_is_random else ""
-    LOGGER.info("stop: %s%s", result.stop_reason, seed)
+    of_what = f"; model: {result.spec.name}, synthetic" if result.synthetic else ""
+    LOGGER.info("stop: %s%s%s", result.stop_reason, seed, of_what)
     times = result.timings
     LOGGER.info(
         "prompt: %d tokens, %.1f tokens/s; text: %d tokens, %.1f tokens/s; first token after %.0f ms",

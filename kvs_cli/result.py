@@ -58,9 +58,11 @@ def _per_second(count: int, duration_ms: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """One run. ``decode_h2d_bytes``: what the steps behind the prompt moved to the device; the rest is in ``kv``."""
+    """One run. ``synthetic``: of a model with random weights; ``decode_h2d_bytes``: what the steps behind the prompt moved
+    to the device, the rest is in ``kv``."""
 
     path: Path
+    synthetic: bool
     spec: ModelSpec
     device: str
     token_ids: tuple[int, ...]
@@ -89,6 +91,7 @@ class RunResult:
                 "n_layer": self.spec.n_layer,
                 "n_params": self.spec.n_params,
             },
+            "synthetic": self.synthetic,
             "device": self.device,
             "prompt_tokens": self.timings.prompt_n,
             "generated_tokens": len(self.token_ids),

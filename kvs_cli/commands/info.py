@@ -39,6 +39,7 @@ def execute(settings: InfoSettings) -> int:
 def _facts(model: OpenModel, settings: EngineSettings, budget: Budget) -> Section:
     """Everything that ``info`` knows, as ``--json`` prints it. Sizes in bytes unless the name says otherwise."""
     return {
+        "synthetic": model.file.synthetic,
         "model": _model(model),
         "layers": _layers(model),
         "tokenizer": _tokenizer(model),
@@ -171,6 +172,7 @@ def _sections(facts: Mapping[str, Any]) -> dict[str, dict[str, str]]:
             "architecture": model["arch"],
             "parameters": f"{model['n_params'] / 1e6:,.1f} million",
             "file": f"{model['path']}, {_mib(model['file_bytes'])}",
+            **({"weights": "random: a synthetic model"} if facts["synthetic"] else {}),
             "tensors": ", ".join(f"{q['tensors']} {q['type']} of {_mib(q['bytes'])}" for q in model["quants"]),
             "context": f"{model['n_ctx_train']:,} tokens trained",
             "sizes": f"embedding {model['n_embd']}, feed-forward {model['n_ff']}, vocabulary {model['n_vocab']}",

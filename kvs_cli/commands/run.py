@@ -92,6 +92,7 @@ def _generate(
     report = engine.report()
     return RunResult(
         path=model.file.path,
+        synthetic=model.file.synthetic,
         spec=model.spec,
         device=engine.device_name,
         token_ids=tuple(piece.token for piece in pieces),

@@ -8,14 +8,14 @@ returns) while the copy streams are real threads. Both keep the same rules, so a
     compute.wait(fence)          later work on ``compute`` runs after it
     fence.wait()                 blocks the host; never inside a step but for the sampled ids
 
-Absent here: which page is where (paging), when to move it (streaming), what a layer computes (models).
+Absent here: which page is where (paging), when to move it (streaming), what a layer is made of (models).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -23,8 +23,11 @@ from kvs_core.errors import CapabilityError
 from kvs_core.formats.gguf import TensorInfo
 from kvs_core.memory.phases import Phase
 from kvs_core.paging.geometry import KvType, PageGeometry
-from kvs_core.paging.spans import Fold, GroupPart, PageRef, RowSpan
+from kvs_core.paging.spans import LayerPlan
 from kvs_core.units import Progress
+
+if TYPE_CHECKING:
+    from kvs_core.device.workspace import BufferSpec, Workspace
 
 Buffer = Any
 """An array on the device: numpy.ndarray on the host, cupy.ndarray on CUDA. Shapes stand in each op's docstring."""
@@ -40,6 +43,22 @@ class Fence(Protocol):
     def wait(self) -> None:
         """Block the host until then. Raises ``DeviceError`` if that work failed."""
         ...
+
+
+class PassedFence:
+    """A point that lies behind: nothing to wait for."""
+
+    __slots__ = ()
+
+    def done(self) -> bool:
+        """True."""
+        return True
+
+    def wait(self) -> None:
+        """Nothing."""
+
+
+PASSED = PassedFence()
 
 
 class Stream(Protocol):
@@ -103,9 +122,47 @@ class RopeTable:
         return 2 * len(self.inv_freq)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionParams:
+    """What makes queries, keys and values of an attention layer's projected rows y [T, columns]:
+
+        y   H x (query [Dk], gate [Dk] if gated) | G x key [Dk] | G x value [Dv]
+
+    q_norm, k_norm  [Dk] RMSNorm per head before the rotary embedding, or None
+    rope            what ``Device.load_rope`` returned
+    scale           factor on the query
+    gated           sigmoid(gate) multiplies the head's output (then Dk = Dv)
+    """
+
+    heads: int
+    kv_heads: int
+    k_dim: int
+    v_dim: int
+    gated: bool
+    scale: float
+    rope: Any
+    eps: float
+    q_norm: Buffer | None = None
+    k_norm: Buffer | None = None
+
+    @property
+    def q_columns(self) -> int:
+        """Columns of queries and gates, and the first column of the keys."""
+        return self.heads * self.k_dim * (2 if self.gated else 1)
+
+    @property
+    def columns(self) -> int:
+        """Columns of y."""
+        return self.q_columns + self.kv_heads * (self.k_dim + self.v_dim)
+
+
 @dataclass(frozen=True, slots=True)
 class GdnShape:
-    """Sizes of a Gated DeltaNet layer: ``v_heads`` states of [d_k, d_v]; v head i uses key head ``i % k_heads``."""
+    """Sizes of a Gated DeltaNet layer: ``v_heads`` states of [d_k, d_v]; v head i uses key head ``i % k_heads``.
+
+    Its projected rows y [T, columns]:   queries, keys, values (``conv_channels``) | z [v_heads * d_v] | beta [v_heads]
+    | alpha [v_heads]
+    """
 
     k_heads: int
     v_heads: int
@@ -116,26 +173,38 @@ class GdnShape:
     @property
     def conv_channels(self) -> int:
         """Channels of the causal convolution: queries, keys, values."""
-        return 2 * self.k_heads * self.d_k + self.v_heads * self.d_v
+        return 2 * self.k_heads * self.d_k + self.inner
+
+    @property
+    def inner(self) -> int:
+        """Columns of z and of the output."""
+        return self.v_heads * self.d_v
+
+    @property
+    def columns(self) -> int:
+        """Columns of y."""
+        return self.conv_channels + self.inner + 2 * self.v_heads
+
+    def ring_rows(self, max_rows: int) -> int:
+        """Slots of a ring that holds, by position, a step's rows, as many pending ones, and a convolution's past."""
+        return 1 << (max(2 * max_rows, max_rows + self.conv_taps - 1) - 1).bit_length()
 
 
 @dataclass(slots=True)
 class GdnState:
-    """One layer's recurrent state and the rows of the last step that are not applied to it yet (all float32).
+    """One layer's recurrent state and the rows that are not applied to it yet (all float32).
 
-    state  [v_heads, d_k, d_v]          after every applied row
-    conv   [conv_taps - 1, channels]    inputs of the convolution before the first unapplied row, oldest first
-    bank_* [2, max_rows, ...]           saved rows of a step, in two banks used in turn:
+    state  [v_heads, d_k, d_v]     after every applied row; CUDA keeps each head transposed, [d_v, d_k]
+    ring_* [N, ...]                what rows leave behind, at slot ``position % N``, N = ``GdnShape.ring_rows``:
            x [channels] inputs of the convolution; k [k_heads, d_k] normalised keys;
            decay [v_heads] exp(g); d [v_heads, d_v] update vectors
     """
 
     state: Buffer
-    conv: Buffer
-    bank_x: Buffer
-    bank_k: Buffer
-    bank_decay: Buffer
-    bank_d: Buffer
+    ring_x: Buffer
+    ring_k: Buffer
+    ring_decay: Buffer
+    ring_d: Buffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,131 +218,192 @@ class GdnWeights:
     eps: float
 
 
-class Weight(Protocol):
-    """A matrix [n_out, n_in] on the device, in whatever form the device multiplies fastest."""
+@dataclass(frozen=True, slots=True)
+class StepSizes:
+    """What a device's private scratch for one phase depends on.
 
-    n_in: int
-    n_out: int
-    name: str
+    rows        of a step at most
+    n_embd      E
+    widest_in   columns of the widest matrix
+    widest_out  rows of the longest matrix, the output head aside
+    n_vocab     rows of the output head
+    heads, kv_heads, k_dim  of the attention layers; 0 without
+    gdn         of the recurrent layers; None without
+    """
+
+    rows: int
+    n_embd: int
+    widest_in: int
+    widest_out: int
+    n_vocab: int
+    heads: int
+    kv_heads: int
+    k_dim: int
+    gdn: GdnShape | None = None
+
+
+class Weight(Protocol):
+    """A matrix [n_out, n_in] on the device, in the form that the device multiplies fastest, perhaps with a bias [n_out].
+
+    It may join several tensors of the file: their rows one after the other.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def n_in(self) -> int: ...
+
+    @property
+    def n_out(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """What a step is about. Set with ``Device.begin_step`` before its first op.
+
+    tokens          int32 [T]
+    first_position  of row 0; row t is at first_position + t
+    pending         rows before it that recurrent layers have not applied yet
+    """
+
+    tokens: np.ndarray
+    first_position: int
+    pending: int
+    phase: Phase
 
 
 class Ops(Protocol):
     """What models and streaming compute with. All on the compute stream; T = rows of the step.
 
-    Activations are float32 on the host. ``phase`` picks the kernel family: DECODE ops give a row the same bits however
-    many rows share the step; a PREFILL op's bits may depend on T.
+    ``phase`` picks the kernel family: DECODE ops give a row the same bits however many rows share the step; a PREFILL
+    op's bits may depend on T. A device that captures steps reads positions, tokens and pending rows of a DECODE step
+    from the ``StepInputs`` on the device, so they are no arguments; a plan's pages from what ``load_plan`` put there.
     """
 
-    def embed(self, table: Weight, tokens: np.ndarray, out: Buffer) -> None:
-        """out[t] = row tokens[t] of the table.   tokens [T] int32; out [T, E]"""
+    def embed(self, table: Weight, x: Buffer) -> None:
+        """x[t] = row tokens[t] of the table, for the step's tokens. The first op of a step.   x [T, E]"""
         ...
 
-    def matmul(self, x: Buffer, weight: Weight, out: Buffer, *, phase: Phase) -> None:
-        """out = x @ weight.T   x [T, n_in]; out [T, n_out]; out and x do not overlap"""
-        ...
+    def project(self, x: Buffer, norm: Buffer, weight: Weight, out: Buffer, *, eps: float, phase: Phase) -> None:
+        """out = rms(x) * norm @ weight.T + bias, where rms(x) = x / sqrt(mean(x^2) + eps).
 
-    def rms_norm(self, x: Buffer, weight: Buffer, out: Buffer, *, eps: float) -> None:
-        """out = x / sqrt(mean(x^2) + eps) * weight over the last axis.   x, out [..., n]; weight [n]; out may be x"""
-        ...
-
-    def add(self, x: Buffer, y: Buffer) -> None:
-        """x += y   any equal shapes"""
-        ...
-
-    def add_bias(self, x: Buffer, bias: Buffer) -> None:
-        """x += bias   x [T, n]; bias [n]"""
-        ...
-
-    def swiglu(self, gate: Buffer, up: Buffer, out: Buffer) -> None:
-        """out = gate * sigmoid(gate) * up   all [T, F]; out may be gate"""
-        ...
-
-    def gate_heads(self, x: Buffer, gate: Buffer) -> None:
-        """x *= sigmoid(gate)   x, gate [T, H, D] (gate may be strided)"""
-        ...
-
-    def rope(self, x: Buffer, first_position: int, table: RopeTable) -> None:
-        """Turn the first n_rot values of each head in place; row t is at first_position + t.   x [T, H, D]"""
-        ...
-
-    def hadamard(self, x: Buffer, block: int) -> None:
-        """x [T, H, D] times an orthonormal Walsh-Hadamard matrix (Sylvester order) per ``block`` values, in place.
-
-        The matrix is its own inverse.
+        x [T, E]; norm [E]; out [T, n_out]
         """
         ...
 
-    def scale(self, x: Buffer, factor: float) -> None:
-        """x *= factor"""
+    def project_swiglu(self, x: Buffer, norm: Buffer, weight: Weight, out: Buffer, *, eps: float, phase: Phase) -> None:
+        """out = g * sigmoid(g) * u, where g and u are the halves of ``project``'s rows.   weight [2 F, E]; out [T, F]
+
+        out is what ``add_projected`` takes next; its form on the device is the device's own.
+        """
+        ...
+
+    def add_projected(self, rows: Buffer, weight: Weight, x: Buffer, *, phase: Phase) -> None:
+        """x += rows @ weight.T + bias   rows [T, n_in]; x [T, E]
+
+        In DECODE a device may keep the sum back until the next op that takes x.
+        """
+        ...
+
+    def load_plan(self, layer: int, rows: int, plan: LayerPlan) -> Any:
+        """Make the pages of an attention layer known; what is returned stands for the plan in the ops below.
+
+        It replaces the layer's plan for decode steps of ``rows`` rows, or for prefill steps if that is 0. Work that is captured stays valid if ``plan.shape`` has not changed.
+        """
+        ...
+
+    def write_kv(
+        self, y: Buffer, params: AttentionParams, q: Buffer, pool: Buffer, geometry: PageGeometry, plan: Any, *,
+        phase: Phase,
+    ) -> None:
+        """Turn projected rows into queries and store their keys and values in the plan's pages.
+
+        Norms, rotary embedding, scale (queries) and, where the geometry says so, Hadamard rotation.
+        y [T, params.columns]; q [T rounded up to 8, H, Dk] float32, or as many bytes in the device's own form;
+        pool [slots, page_bytes] uint8
+        """
+        ...
+
+    def attend_decode(
+        self, q: Buffer, params: AttentionParams, pool: Buffer, geometry: PageGeometry, plan: Any, call: int,
+        scratch: Buffer,
+    ) -> None:
+        """Add the attention of T rows over the pages of the plan's call ``call`` to the partials of their groups.
+
+        scratch  [rows, T, H, Dv + 2] float32: per scratch row a group's partial (acc, l, m of a running softmax), in
+                 the device's own order
+        A row sees keys up to its own position. A group's pages are added one by one in logical order, so the bits do
+        not depend on slots, nor on how a group is split into calls.
+        The caller has waited for ready of every slot; it records consumed after this call.
+        """
+        ...
+
+    def fold(self, params: AttentionParams, plan: Any, call: int, scratch: Buffer, segments: Buffer) -> None:
+        """Merge the group partials of the call's folds into segment partials, in order.   segments [n, T, H, Dv + 2]"""
+        ...
+
+    def finish_decode(
+        self, y: Buffer, params: AttentionParams, geometry: PageGeometry, plan: Any, scratch: Buffer, segments: Buffer,
+        out: Buffer,
+    ) -> None:
+        """Do the plan's last folds, merge the segments in order, normalise, undo V's rotation, gate.   out [T, H * Dv]
+
+        out is what ``add_projected`` takes next; its form on the device is the device's own.
+        """
+        ...
+
+    def attend_prefill(
+        self, q: Buffer, params: AttentionParams, pool: Buffer, geometry: PageGeometry, plan: Any, pages: range,
+        running: Buffer, *, fresh: bool,
+    ) -> None:
+        """Add T rows' attention over consecutive pages to the running partial, page by page in logical order.
+
+        running [T, H, Dv + 2] as a scratch row in ``attend_decode``. Calls for one layer come in logical order.
+        """
+        ...
+
+    def finish_prefill(
+        self, y: Buffer, params: AttentionParams, geometry: PageGeometry, running: Buffer, out: Buffer
+    ) -> None:
+        """Normalise, undo V's rotation, gate.   running [T, H, Dv + 2]; out [T, H * Dv]"""
         ...
 
     def zero_page(self, pool: Buffer, geometry: PageGeometry, slot: int) -> None:
         """Clear a slot that becomes a tail page: stale scales times zero weights would be NaN."""
         ...
 
-    def kv_write(self, k: Buffer, v: Buffer, pool: Buffer, geometry: PageGeometry, spans: Sequence[RowSpan]) -> None:
-        """Store rows (already rotated where the geometry says so) in the pages' format.
-
-        k [T, G, Dk]; v [T, G, Dv]; pool [slots, page_bytes] uint8
-        """
-        ...
-
-    def attend_decode(
-        self, q: Buffer, pool: Buffer, geometry: PageGeometry, parts: Sequence[GroupPart], scratch: Buffer, *,
-        first_position: int,
-    ) -> None:
-        """Add the attention of T rows over each part's pages to its scratch row; row t sees keys <= first_position + t.
-
-        q        [T, H, Dk] scaled, rotated like K
-        scratch  [rows, T, H, Dv + 2] float32: acc, l, m (running, un-normalised softmax)
-        A group's pages are added one by one in logical order, so the bits do not depend on slots, nor on how a group is
-        split into calls.
-        The caller has waited for ready of every slot; it records consumed after this call.
-        """
-        ...
-
-    def fold(self, scratch: Buffer, segments: Buffer, folds: Sequence[Fold]) -> None:
-        """Merge group partials into segment partials, in the order given.   segments [n, T, H, Dv + 2]"""
-        ...
-
-    def finish_decode(self, segments: Buffer, n_segments: int, out: Buffer) -> None:
-        """Merge segments [0, n_segments) in order and normalise.   out [T, H, Dv]"""
-        ...
-
-    def attend_prefill(
-        self, q: Buffer, pool: Buffer, geometry: PageGeometry, pages: Sequence[PageRef], running: Buffer, *,
-        fresh: bool, first_position: int,
-    ) -> None:
-        """Add T rows' attention over consecutive pages to the running partial, page by page in logical order.
-
-        q [T, H, Dk] scaled; running [T, H, Dv + 2] as in ``attend_decode``. Calls for one layer come in logical order.
-        """
-        ...
-
-    def finish_prefill(self, running: Buffer, out: Buffer) -> None:
-        """Normalise.   running [T, H, Dv + 2]; out [T, H, Dv]"""
-        ...
-
     def gdn_decode(
-        self, qkv: Buffer, z: Buffer, alpha: Buffer, beta: Buffer, weights: GdnWeights, shape: GdnShape,
-        state: GdnState, out: Buffer, *, bank: int, pending: int,
+        self, y: Buffer, weights: GdnWeights, shape: GdnShape, state: GdnState, out: Buffer, *, position: int,
+        pending: int,
     ) -> None:
-        """Gated DeltaNet rows with deferred commit.
+        """Gated DeltaNet rows with deferred commit; row 0 is at ``position``.
 
-        First applies rows [0, pending) saved in ``bank`` to ``state`` and ``conv`` and stores those; then computes its
-        own T rows on a copy, without storing the state, and saves them in the other bank.
-        qkv [T, channels] before the convolution; z [T, v_heads * d_v]; alpha, beta [T, v_heads] raw projections;
-        out [T, v_heads * d_v]: normed and gated by silu(z).   Source: Yang et al., Gated Delta Networks, 2024.
+        First applies the rows at positions [position - pending, position), which an earlier step left in the rings, to
+        ``state`` and stores it; then computes its own T rows on a copy, without storing the state, and leaves them in
+        the rings. A device that captures steps reads position and pending from the step's inputs.
+        y [T, shape.columns] before the convolution; out [T, v_heads * d_v]: normed and gated by silu(z), and what
+        ``add_projected`` takes next.   Source: Yang et al., Gated Delta Networks, 2024.
         """
         ...
 
-    def gdn_apply(self, shape: GdnShape, state: GdnState, *, bank: int, pending: int) -> None:
-        """Apply rows [0, pending) saved in ``bank`` to the state and store it: the bits that ``gdn_decode`` gives."""
+    def top_logits(self, logits: Buffer, k: int) -> tuple[Buffer, Buffer] | None:
+        """The k largest of each row, largest first, of equal ones the lower id first; NaN counts as largest.
+
+        logits [T, V]; results int32 and float32 [T, k], good until the next call. None if k is more than a device can.
+        """
+        ...
+
+    def clear(self, buffer: Buffer) -> None:
+        """Every byte becomes 0. Of whole 16 bytes."""
+        ...
+
+    def gdn_apply(self, shape: GdnShape, state: GdnState, *, position: int, pending: int) -> None:
+        """Apply the rows at positions [position - pending, position) to the state: the bits ``gdn_decode`` gives."""
         ...
 
     def gdn_prefill(
-        self, qkv: Buffer, z: Buffer, alpha: Buffer, beta: Buffer, weights: GdnWeights, shape: GdnShape,
-        state: GdnState, out: Buffer,
+        self, y: Buffer, weights: GdnWeights, shape: GdnShape, state: GdnState, out: Buffer, *, position: int
     ) -> None:
         """The same for many rows, in chunks, storing the state after the last one. No rows may be pending."""
         ...
@@ -290,10 +420,19 @@ class Counters:
     stall_ns: int
 
 
+class Captured(Protocol):
+    """Recorded work on the compute and copy streams."""
+
+    def launch(self, inputs: StepInputs) -> None:
+        """Enqueue it all on the compute stream, for a step with these inputs."""
+        ...
+
+
 class Device(Protocol):
     """One accelerator (or the host playing one)."""
 
     name: str
+    captures: bool    # decode steps are captured, never run as they come
     capabilities: Capabilities
     ops: Ops
     compute: Stream
@@ -316,12 +455,20 @@ class Device(Protocol):
         """Host memory that the copy streams can move fast, uint8 [size_bytes]. ``DeviceError`` if there is none."""
         ...
 
-    def load_vector(self, info: TensorInfo) -> Buffer:
-        """A small tensor as float32, shape as in the file reversed."""
+    def load_vector(self, info: TensorInfo, *, transposed: bool = False) -> Buffer:
+        """A small tensor as float32, shape as in the file reversed; if ``transposed``, as in the file."""
         ...
 
-    def load_matrix(self, info: TensorInfo) -> Weight:
-        """A matrix of GGUF shape [n_in, n_out], ready for ``ops.matmul`` and ``ops.embed``."""
+    def load_matrix(self, infos: Sequence[TensorInfo], biases: Sequence[TensorInfo | None] = ()) -> Weight:
+        """Matrices of GGUF shapes [n_in, n_out], joined, ready to be multiplied. ``biases``: none, or one entry each."""
+        ...
+
+    def load_table(self, info: TensorInfo) -> Weight:
+        """A matrix of GGUF shape [n_in, n_out] for ``ops.embed``."""
+        ...
+
+    def load_rope(self, table: RopeTable) -> Any:
+        """A rotary embedding for ``AttentionParams``."""
         ...
 
     def prepare_weights(self, infos: Sequence[TensorInfo], progress: Progress | None = None) -> None:
@@ -338,6 +485,44 @@ class Device(Protocol):
 
     def download(self, buffer: Buffer) -> np.ndarray:
         """A host copy, after all work on the compute stream. The only synchronisation in a step, for logits or ids."""
+        ...
+
+    def prepare_ops(
+        self, geometry: PageGeometry, attention: Sequence[AttentionParams], recurrent: Sequence[GdnShape],
+        progress: Progress | None = None,
+    ) -> None:
+        """Make ready all that steps of the model that was loaded will use. Once, after its last tensor.
+
+        Raises ``CapabilityError`` for what has no kernel. Progress is in kernels.
+        """
+        ...
+
+    def page_layout(self, geometry: PageGeometry) -> PageGeometry:
+        """The geometry with the order of bytes in which this device keeps such pages."""
+        ...
+
+    def scratch(self, phase: Phase, sizes: StepSizes) -> Sequence[BufferSpec]:
+        """Buffers of its own that the device needs in a phase's workspace."""
+        ...
+
+    def bind_scratch(self, workspace: Workspace, phase: Phase) -> None:
+        """Use this workspace's buffers, ``scratch``'s among them, from now on."""
+        ...
+
+    def begin_step(self, inputs: StepInputs) -> None:
+        """The step that the ops from here on belong to."""
+        ...
+
+    def reserve_steps(self, layers: int, pages: int, max_rows: int) -> None:
+        """Room for what steps of up to ``max_rows`` rows are told: inputs, and plans of so many attention layers of up
+        to ``pages`` pages. Once, at load."""
+        ...
+
+    def capture(self, inputs: StepInputs, work: Callable[[], None]) -> Captured:
+        """Record what ``work`` enqueues on compute and copy streams, without running it, for decode steps of this width.
+
+        Only where ``captures``. Inside ``work`` no fence from before it is waited for and nothing is downloaded.
+        """
         ...
 
     def drop_captured(self) -> None:

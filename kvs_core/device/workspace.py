@@ -65,6 +65,10 @@ class Workspace:
             assert spec.name not in self._buffers, f"two buffers named {spec.name}"
             self._buffers[spec.name] = device.arena_view(offset + at, spec.shape, spec.dtype)
 
+    def __contains__(self, name: str) -> bool:
+        """Whether there is a buffer of that name."""
+        return name in self._buffers
+
     def __getitem__(self, name: str) -> Buffer:
         """The whole buffer, shaped as specified."""
         return self._buffers[name]

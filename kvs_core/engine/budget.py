@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from kvs_core.device.base import StepSizes
 from kvs_core.device.workspace import BufferSpec
 from kvs_core.errors import CapabilityError, SettingsError
 from kvs_core.memory.phases import MemoryPlan, Phase, PhaseRequest, required_bytes
-from kvs_core.models.model import forward_buffers, logit_buffers
+from kvs_core.models.model import forward_buffers, logit_buffers, step_sizes
 from kvs_core.models.recurrent import MAX_ROWS
 from kvs_core.models.spec import LayerSpec, ModelSpec
 from kvs_core.paging.geometry import (
@@ -19,7 +20,7 @@ from kvs_core.paging.geometry import (
     hadamard_block,
 )
 from kvs_core.paging.residency import ResidencyMode, least_pool_slots
-from kvs_core.paging.spans import SCRATCH_GROUPS
+from kvs_core.paging.spans import LEAST_SCRATCH_GROUPS
 from kvs_core.settings.rooms import ContextPlan, ContextSettings, KvSettings
 from kvs_core.streaming.handover import PhaseBuffers, attention_scratch
 from kvs_core.units import MIB, ceil_div, mib_ceil
@@ -53,21 +54,42 @@ def page_geometry(layers: tuple[LayerSpec, ...], kv: KvSettings) -> PageGeometry
     )
 
 
-def phase_buffers(spec: ModelSpec, geometry: PageGeometry, context: ContextPlan) -> dict[Phase, PhaseBuffers]:
-    """The workspace of each phase: activations, logits, attention scratch."""
+SCRATCH_GROUPS = 2 * LEAST_SCRATCH_GROUPS
+"""Group partials of ``DECODE_ROWS`` rows in the decode workspace; narrower steps have room for more: fewer calls."""
+
+
+DeviceScratch = Callable[[Phase, StepSizes], Sequence[BufferSpec]]
+"""The buffers of its own that a device keeps in a phase's workspace."""
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetDevice:
+    """What a device adds to a budget; by default what the host device does: nothing."""
+
+    scratch: DeviceScratch = lambda phase, sizes: ()
+    page_layout: Callable[[PageGeometry], PageGeometry] = lambda geometry: geometry
+
+
+def phase_buffers(
+    spec: ModelSpec, geometry: PageGeometry, context: ContextPlan, device_scratch: DeviceScratch
+) -> dict[Phase, PhaseBuffers]:
+    """The workspace of each phase: activations, logits, attention scratch, the device's own."""
     heads = max(layer.heads for layer in spec.kv_layers)
     groups = ceil_div(geometry.pages_of(context.context_tokens), GROUP_PAGES)
     buffers = {}
     for phase, rows, logit_rows in (
         (Phase.PREFILL, context.ubatch_tokens, 1), (Phase.DECODE, DECODE_ROWS, DECODE_ROWS)
     ):
+        held = min(SCRATCH_GROUPS, groups)
         scratch = attention_scratch(
             phase, rows=rows, heads=heads, v_dim=geometry.v_dim,
-            groups=min(SCRATCH_GROUPS, groups), segments=ceil_div(groups, SEGMENT_GROUPS),
+            groups=held, segments=ceil_div(groups, SEGMENT_GROUPS),
         )
         specs: list[BufferSpec] = [*forward_buffers(spec, rows), *logit_buffers(spec, logit_rows)]
         specs += [buffer for _, buffer in scratch]
-        buffers[phase] = PhaseBuffers(tuple(specs), tuple(name for name, _ in scratch))
+        specs += device_scratch(phase, step_sizes(spec, rows))
+        group_rows = held * rows if phase is Phase.DECODE else 0
+        buffers[phase] = PhaseBuffers(tuple(specs), tuple(name for name, _ in scratch), group_rows)
     return buffers
 
 
@@ -104,17 +126,19 @@ class Budget:
 def plan_budget(
     spec: ModelSpec, context: ContextSettings, kv: KvSettings, *,
     free_bytes: int, arena_bytes: int | None = None, pool_bytes: int | None = None,
+    device: BudgetDevice = BudgetDevice(),
 ) -> Budget:
     """The budget of a model, from its sizes alone. ``BudgetError`` or ``CapabilityError`` if it cannot be.
 
     free_bytes               of the device, for an arena that is chosen here and fitted (``kv.fit``)
+    device                   what its kernels ask for; by default nothing
     arena_bytes, pool_bytes  exact sizes instead of ``kv.arena_mib`` and ``kv.pool_mib``; arenas in multiples of 256
     """
     plan = context.plan(spec.n_ctx_train)
     mode = ResidencyMode.parse(kv.residency_mode)
-    geometry = page_geometry(spec.kv_layers, kv)
+    geometry = device.page_layout(page_geometry(spec.kv_layers, kv))
     need = pool_need(geometry, len(spec.kv_layers), plan, mode)
-    buffers = phase_buffers(spec, geometry, plan)
+    buffers = phase_buffers(spec, geometry, plan, device.scratch)
     memory = plan_memory(
         geometry, need, buffers,
         arena_bytes=arena_bytes if kv.arena_mib is None else kv.arena_mib * MIB,

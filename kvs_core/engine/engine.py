@@ -18,8 +18,9 @@ from types import TracebackType
 
 import numpy as np
 
-from kvs_core.device.base import Buffer, Device
-from kvs_core.engine.budget import plan_budget
+from kvs_core.device.base import Device
+from kvs_core.engine.budget import BudgetDevice, plan_budget
+from kvs_core.engine.captured import CapturedSteps
 from kvs_core.formats.gguf import GgufFile
 from kvs_core.memory.arena import Arena
 from kvs_core.memory.phases import Phase
@@ -28,9 +29,12 @@ from kvs_core.models.recurrent import RecurrentState
 from kvs_core.models.registry import load_model, read_spec
 from kvs_core.models.spec import ModelSpec
 from kvs_core.paging.residency import ResidencyConfig
+from kvs_core.sampling.candidates import Candidates
+from kvs_core.sampling.logprobs import check_logits
 from kvs_core.settings.rooms import ContextSettings, KvSettings, RopeSettings
 from kvs_core.streaming.handover import Handover
-from kvs_core.streaming.kv_stream import KvStats, KvStep, KvStream
+from kvs_core.streaming.kv_step import KvStep
+from kvs_core.streaming.kv_stream import KvStats, KvStream
 from kvs_core.units import Progress
 
 
@@ -70,14 +74,22 @@ class Engine:
         """
         self._device = device
         spec = read_spec(file)
-        plan = partial(plan_budget, spec, context, kv, arena_bytes=arena_bytes, pool_bytes=pool_bytes)
+        plan = partial(
+            plan_budget, spec, context, kv, arena_bytes=arena_bytes, pool_bytes=pool_bytes,
+            device=BudgetDevice(device.scratch, device.page_layout),
+        )
         device.capabilities.check(plan(free_bytes=device.free_bytes()).geometry)   # what cannot be, before the weights
         self._model = load_model(file, device, rope=rope, progress=progress)
+        device.prepare_ops(
+            plan(free_bytes=device.free_bytes()).geometry, self._model.attention, self._model.recurrent, progress
+        )
         budget = plan(free_bytes=device.free_bytes())   # an arena chosen here comes from what the weights left
         self.context, self.geometry, self.need = budget.context, budget.geometry, budget.need
         self.memory = budget.memory
         self._mode = budget.mode
         device.allocate_arena(self.memory.arena_bytes)
+        pages = self.geometry.pages_of(self.context.context_tokens)
+        device.reserve_steps(len(spec.kv_layers), pages, self.context.ubatch_tokens)
         config = ResidencyConfig(
             mode=budget.mode,
             layers=len(spec.kv_layers),
@@ -88,6 +100,7 @@ class Engine:
         )
         self._kv = KvStream(device, self.geometry, config, self.context.context_tokens)
         self._state = RecurrentState(spec, device)
+        self._captured = CapturedSteps(device)
         self._handover = Handover(device, Arena(self.memory.arena_bytes), self.memory, self._kv, budget.buffers)
 
     @property
@@ -118,6 +131,7 @@ class Engine:
     def enter(self, phase: Phase) -> None:
         """Change the arena's layout to ``phase`` if it is another. After an error: see ``Handover.change``."""
         if self.phase is not phase:
+            self._captured.forget()
             self._handover.change(phase)
 
     def step(self, tokens: Sequence[int], phase: Phase) -> Step:
@@ -160,15 +174,38 @@ class Step:
         self._rows = len(tokens)
         self._kv: KvStep = engine._kv.begin(self._rows, phase)
         self._settled = False
+        self._has_logits = False   # of all rows, in the workspace
         try:
-            batch = Batch(tokens, self._kv.first_position, phase)
-            workspace = engine._handover.layout.workspace
-            # Weights that are no numbers give logits that are none; whoever samples from those says so.
-            with np.errstate(all="ignore"):
-                self._hidden: Buffer = engine._model.forward(batch, self._kv, engine._state, workspace)
+            self._run(Batch(tokens, self._kv.first_position, phase))
         except BaseException:
             self._drop()
             raise
+
+    def _run(self, batch: Batch) -> None:
+        engine, workspace = self._engine, self._engine._handover.layout.workspace
+        model, state = engine._model, engine._state
+        inputs = model.begin(batch, state)
+
+        def forward() -> None:
+            # Weights that are no numbers give logits that are none; whoever samples from those says so.
+            with np.errstate(all="ignore"):
+                model.forward(batch, self._kv, state, workspace)
+
+        def record() -> None:
+            forward()
+            model.logits(range(batch.rows), workspace)
+
+        if batch.phase is Phase.DECODE and engine._device.captures:
+            try:
+                engine._captured.launch(inputs, self._kv, record)
+            except BaseException:
+                state.launched(ran=False)
+                raise
+            state.launched(ran=True)
+            self._has_logits = True
+        else:
+            engine._device.begin_step(inputs)
+            forward()
 
     def __enter__(self) -> Step:
         return self
@@ -183,13 +220,30 @@ class Step:
         """Logits float32 [n, V] of rows [first_row, T), on the host; by default of the last row alone."""
         engine = self._engine
         first_row = self._rows - 1 if first_row is None else first_row
+        if self._has_logits:
+            return engine._device.download(engine._handover.layout.workspace["logits"][first_row : self._rows])
         parts = []
         for row in range(first_row, self._rows, engine.logit_rows):
-            rows = self._hidden[row : min(row + engine.logit_rows, self._rows)]
+            rows = range(row, min(row + engine.logit_rows, self._rows))
             with np.errstate(all="ignore"):
                 logits = engine._model.logits(rows, engine._handover.layout.workspace)
             parts.append(engine._device.download(logits))
         return np.concatenate(parts)
+
+    def best(self, k: int) -> Candidates | None:
+        """The k largest logits of the last row, sorted; None if the device cannot find so many, see ``logits``."""
+        engine = self._engine
+        workspace = engine._handover.layout.workspace
+        if self._has_logits:
+            rows = workspace["logits"][self._rows - 1 : self._rows]
+        else:
+            rows = engine._model.logits(range(self._rows - 1, self._rows), workspace)
+        top = engine._device.ops.top_logits(rows, k)
+        if top is None:
+            return None
+        ids, values = (engine._device.download(part)[0] for part in top)
+        check_logits(values[:1])
+        return Candidates(ids, values, is_sorted=True)
 
     def settle(self, keep: int | None = None) -> None:
         """Commit the first ``keep`` rows (default: all), drop the rest."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvs_core.engine.session import Session
+from kvs_core.sampling.candidates import Candidates
 from kvs_core.sampling.chain import Sampler
 from kvs_core.sampling.logprobs import TokenProbs, token_probs
 
@@ -39,9 +40,14 @@ def generate(
     generated tokens fill it, as in llama-server.
     """
     made = 0
+    enough = None if n_probs > 0 else sampler.enough
+    following: np.ndarray | Candidates = logits
     while made != n_predict:
-        token = sampler.pick(logits).token
-        probs = token_probs(logits, token, n_probs) if n_probs > 0 else None
+        token = sampler.pick(following).token
+        probs = None
+        if n_probs > 0:
+            assert isinstance(following, np.ndarray)
+            probs = token_probs(following, token, n_probs)
         sampler.accept(token)
         made += 1
         stop = None
@@ -54,7 +60,7 @@ def generate(
         yield Token(token, stop, probs)
         if stop is not None:
             return
-        logits = session.decode(token)
+        following = session.decode(token, enough=enough)
 
 
 def accept_prompt(sampler: Sampler, prompt: Sequence[int]) -> None:

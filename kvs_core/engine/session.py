@@ -13,6 +13,7 @@ import numpy as np
 from kvs_core.engine.engine import Engine
 from kvs_core.errors import ContextError
 from kvs_core.memory.phases import Phase
+from kvs_core.sampling.candidates import Candidates
 from kvs_core.settings.rooms import ContextPlan
 from kvs_core.units import Progress
 
@@ -54,13 +55,15 @@ class Session:
                 progress(done, len(prompt))
         return np.concatenate(logits)
 
-    def decode(self, token: int) -> np.ndarray:
-        """Add one token and return the logits float32 [V] that follow it."""
+    def decode(self, token: int, *, enough: int | None = None) -> np.ndarray | Candidates:
+        """Add one token and return the logits float32 [V] that follow it, or the ``enough`` largest of them."""
         with self.engine.step([token], Phase.DECODE) as step:
-            logits = step.logits()[0]
+            logits: np.ndarray | Candidates | None = None if enough is None else step.best(enough)
+            if logits is None:
+                logits = step.logits()[0]
             step.settle()
         self.tokens.append(token)
-        return np.asarray(logits)
+        return logits
 
 
 def check_prompt(prompt_tokens: int, context: ContextPlan) -> None:

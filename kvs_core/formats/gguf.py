@@ -16,11 +16,14 @@ import numpy.typing as npt
 from kvs_core.errors import ModelFileError, SettingsError
 from kvs_core.formats.gguf_header import MetaValue, TensorInfo, read_header
 
-__all__ = ["GgufFile", "MetaValue", "TensorInfo", "parse_override", "part_names"]
+__all__ = ["SYNTHETIC_KEY", "GgufFile", "MetaValue", "TensorInfo", "parse_override", "part_names"]
 
 D = TypeVar("D")
 
-_LAYOUT_KEYS = re.compile(r"general\.alignment|split\..*")
+SYNTHETIC_KEY = "kvs.synthetic"
+"""Metadata key of a model with random weights, made for measuring: true."""
+
+_OWN_KEYS = re.compile(r"general\.alignment|split\..*|kvs\..*")
 _PART_NAME = re.compile(r"(?P<stem>.+)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf", re.ASCII)
 _MAX_PARTS = 99_999  # as many as five digits tell apart
 
@@ -88,15 +91,20 @@ class GgufFile:
         """The architecture that the keys are named after, such as ``llama``."""
         return self.get_str("general.architecture")
 
+    @property
+    def synthetic(self) -> bool:
+        """Whether its weights are random, so that all that is said of it must say so."""
+        return self.metadata.get(SYNTHETIC_KEY) is True
+
     def override(self, pairs: Iterable[tuple[str, MetaValue]]) -> GgufFile:
         """The same file with these pairs in place of, or beside, its own (``--override-kv``).
 
-        Raises SettingsError for a pair of another type than the file's, and for a key that describes the file's layout.
+        Raises SettingsError for a pair of another type than the file's, and for a key that describes the file itself.
         """
         metadata = dict(self.metadata)
         for key, value in pairs:
-            if _LAYOUT_KEYS.fullmatch(key):
-                raise SettingsError(f"--override-kv {key}: describes the file's own layout; it cannot be overridden")
+            if _OWN_KEYS.fullmatch(key):
+                raise SettingsError(f"--override-kv {key}: describes the file itself; it cannot be overridden")
             if key in metadata and type(metadata[key]) is not type(value):
                 raise SettingsError(
                     f"--override-kv {key}: is {_kind(value)}, but in {self.path.name} it is {_kind(metadata[key])}; "

@@ -20,7 +20,7 @@ import struct
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -67,12 +67,20 @@ _MAX_NAME_BYTES = 1024
 _MAX_DIMS = 4
 
 
+class TensorBytes(Protocol):
+    """A tensor's data. ``data[first:last]`` is a uint8 array; nothing else holds for data that no file has."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> npt.NDArray[np.uint8]: ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorInfo:
     """One tensor of a file, not yet read.
 
     shape  GGUF order, ne0 (contiguous) first: a matrix [n_in, n_out] is a NumPy array (n_out, n_in)
-    data   uint8 [n_bytes], a read-only view on the mapped file, in the blocks of ``quant``
+    data   uint8 [n_bytes], in the blocks of ``quant``: a read-only view on the mapped file, or made as it is read
     """
 
     name: str
@@ -80,7 +88,7 @@ class TensorInfo:
     quant: GGMLQuantizationType
     n_elements: int
     n_bytes: int
-    data: npt.NDArray[np.uint8] = field(repr=False)
+    data: TensorBytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

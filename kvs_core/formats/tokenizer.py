@@ -41,8 +41,10 @@ def _byte_chars() -> list[str]:
     return [chr(byte) if byte in shown else chr(256 + hidden.index(byte)) for byte in range(256)]
 
 
-_BYTE_CHARS = _byte_chars()
-_CHAR_BYTES = {char: byte for byte, char in enumerate(_BYTE_CHARS)}
+BYTE_CHARS = _byte_chars()
+"""The character for each byte, by byte."""
+
+_CHAR_BYTES = {char: byte for byte, char in enumerate(BYTE_CHARS)}
 
 
 class Tokenizer:
@@ -199,7 +201,7 @@ def _bpe(vocabulary: Vocabulary, ids: dict[str, int], **options: bool) -> tokeni
 def _byte_bpe(vocabulary: Vocabulary, pre: PreTokenizer) -> Callable[[str], list[int]]:
     """Byte-level BPE: text is cut by ``pre``, each piece spelt in byte characters and merged."""
     n_vocab = len(vocabulary.ids)
-    absent = [char for char in _BYTE_CHARS if char not in vocabulary.ids]
+    absent = [char for char in BYTE_CHARS if char not in vocabulary.ids]
     if absent:
         _LOG.debug("%s: bytes %s have no token; text loses them", vocabulary.source,
                   bytes(_CHAR_BYTES[char] for char in absent).hex(" "))  # fmt: skip

@@ -76,7 +76,8 @@ def nextn_tensors(spec: ModelSpec) -> list[TensorSpec]:
 def load_layers(spec: ModelSpec, loader: Loader, rope: RopeTable) -> list[Layer]:
     """The trunk on the device."""
     layers = []
+    turned = loader.rope(rope)
     for layer in spec.layers:
-        mixer = loader.attention(layer, rope, spec.attention_scale, head_norms=False)
+        mixer = loader.attention(spec, layer, turned, head_norms=False)
         layers.append(Layer(mixer, loader.feed_forward(f"blk.{layer.index}", "ffn_norm")))
     return layers

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvs_core.device.base import Buffer, Device, Weight
+from kvs_core.device.base import AttentionParams, Buffer, Device, GdnShape, StepInputs, StepSizes, Weight
 from kvs_core.device.workspace import BufferSpec, Workspace
 from kvs_core.memory.phases import Phase
-from kvs_core.models.blocks import ACTIVATION, Attention, Batch, DeltaNet, FeedForward, KvView, Step, residual_buffers
+from kvs_core.models.blocks import ACTIVATION, Attention, Batch, DeltaNet, FeedForward, KvView, Step, attention_columns
 from kvs_core.models.recurrent import RecurrentState
 from kvs_core.models.spec import ModelSpec
 
 
 def forward_buffers(spec: ModelSpec, rows: int) -> list[BufferSpec]:
     """The buffers of ``Model.forward`` for steps of up to ``rows`` rows: from the sizes alone, before any weight."""
-    buffers = residual_buffers(rows, spec.n_embd)
+    buffers = [BufferSpec("x", (rows, spec.n_embd), ACTIVATION)]
     for layer in spec.layers:
         buffers += (Attention if layer.gdn is None else DeltaNet).buffers(layer, rows)
     buffers += FeedForward.buffers(rows, spec.n_ff)
@@ -25,6 +25,25 @@ def forward_buffers(spec: ModelSpec, rows: int) -> list[BufferSpec]:
 def logit_buffers(spec: ModelSpec, rows: int) -> list[BufferSpec]:
     """The buffer of ``Model.logits`` for up to ``rows`` rows. No other call writes to it."""
     return [BufferSpec("logits", (rows, spec.n_vocab), ACTIVATION)]
+
+
+def step_sizes(spec: ModelSpec, rows: int) -> StepSizes:
+    """What a device's scratch for steps of up to ``rows`` rows depends on."""
+    attention = [layer for layer in spec.layers if layer.gdn is None]
+    gdn = [layer.gdn for layer in spec.layers if layer.gdn is not None]
+    inner = [layer.heads * layer.v_dim for layer in attention] + [shape.inner for shape in gdn]
+    columns = [attention_columns(layer) for layer in attention] + [shape.columns for shape in gdn]
+    return StepSizes(
+        rows=rows,
+        n_embd=spec.n_embd,
+        widest_in=max(spec.n_embd, spec.n_ff, *inner),
+        widest_out=max(2 * spec.n_ff, *columns),
+        n_vocab=spec.n_vocab,
+        heads=max((layer.heads for layer in attention), default=0),
+        kv_heads=max((layer.kv_heads for layer in attention), default=0),
+        k_dim=max((layer.k_dim for layer in attention), default=0),
+        gdn=gdn[0] if gdn else None,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,24 +74,44 @@ class Model:
         self._output_norm = output_norm
         self._head = head
 
-    def forward(self, batch: Batch, kv: KvView, state: RecurrentState | None, ws: Workspace) -> Buffer:
-        """Run a step and return its hidden rows after output_norm, [T, E], in the workspace until the next call.
+    @property
+    def attention(self) -> list[AttentionParams]:
+        """Of the attention layers, in order."""
+        return [layer.mixer.params for layer in self._layers if isinstance(layer.mixer, Attention)]
 
-        Adds the step's keys and values to ``kv`` and begins a step of ``state``: the caller settles or drops both.
-        ``state`` may be None for a model without recurrent layers. ``ws`` holds at least ``forward_buffers(spec, T)``.
+    @property
+    def recurrent(self) -> list[GdnShape]:
+        """Of the recurrent layers, in order."""
+        return [layer.gdn for layer in self.spec.recurrent_layers if layer.gdn is not None]
+
+    def begin(self, batch: Batch, state: RecurrentState | None) -> StepInputs:
+        """Open a step of ``state``, which the caller settles or drops, and return what the device must know of it.
+
+        ``state`` may be None for a model without recurrent layers.
         """
         assert 0 <= batch.tokens.min() <= batch.tokens.max() < self.spec.n_vocab, "a token outside the vocabulary"
+        pending = 0
         if state is not None:
-            state.begin(batch.phase, batch.rows)
+            state.begin(batch.phase, batch.rows, batch.first_position)
+            pending = state.pending
+        return StepInputs(batch.tokens, batch.first_position, pending, batch.phase)
+
+    def forward(self, batch: Batch, kv: KvView, state: RecurrentState | None, ws: Workspace) -> None:
+        """Run a step that has begun and leave its residual rows in the workspace until the next one.
+
+        The device has been told the step's inputs. Adds the step's keys and values to ``kv``; the caller settles or
+        drops them. ``ws`` holds at least ``forward_buffers(spec, T)``.
+        """
         step = Step(self._ops, batch, kv, state, ws, self.spec.rms_eps)
-        self._ops.embed(self._embedding, batch.tokens, step.rows("x"))
+        self._ops.embed(self._embedding, step.rows("x"))
         for layer in self._layers:
             layer.mixer.add_to(step)
             layer.feed_forward.add_to(step)
-        return step.normed(self._output_norm)
 
-    def logits(self, hidden_rows: Buffer, ws: Workspace) -> Buffer:
-        """[n, V] of hidden rows [n, E]: always as in decode, so that a row's bits do not depend on the others."""
-        out = ws.rows("logits", len(hidden_rows))
-        self._ops.matmul(hidden_rows, self._head, out, phase=Phase.DECODE)
+    def logits(self, rows: range, ws: Workspace) -> Buffer:
+        """[n, V] of some rows of the last ``forward``: always as in decode, so that a row's bits do not depend on
+        the others."""
+        out = ws.rows("logits", len(rows))
+        x = ws["x"][rows.start : rows.stop]
+        self._ops.project(x, self._output_norm, self._head, out, eps=self.spec.rms_eps, phase=Phase.DECODE)
         return out

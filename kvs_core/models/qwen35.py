@@ -202,12 +202,13 @@ def _block_tensors(spec: ModelSpec, layer: LayerSpec) -> list[TensorSpec]:
 def load_layers(spec: ModelSpec, loader: Loader, rope: RopeTable) -> list[Layer]:
     """The trunk on the device."""
     layers = []
+    turned = loader.rope(rope)
     for layer in spec.layers:
         block = f"blk.{layer.index}"
         if layer.gdn:
             mixer: Attention | DeltaNet = _load_delta_net(spec, layer, loader)
         else:
-            mixer = loader.attention(layer, rope, spec.attention_scale, head_norms=True)
+            mixer = loader.attention(spec, layer, turned, head_norms=True)
         layers.append(Layer(mixer, loader.feed_forward(block, "post_attention_norm")))
     return layers
 
@@ -217,13 +218,10 @@ def _load_delta_net(spec: ModelSpec, layer: LayerSpec, loader: Loader) -> DeltaN
     return DeltaNet(
         layer=layer,
         norm=loader.vector(f"{block}.attn_norm.weight"),
-        qkv=loader.linear(f"{block}.attn_qkv"),
-        z=loader.linear(f"{block}.attn_gate"),
-        alpha=loader.linear(f"{block}.ssm_alpha"),
-        beta=loader.linear(f"{block}.ssm_beta"),
-        out=loader.linear(f"{block}.ssm_out"),
+        joint=loader.matrix(f"{block}.attn_qkv", f"{block}.attn_gate", f"{block}.ssm_beta", f"{block}.ssm_alpha"),
+        out=loader.matrix(f"{block}.ssm_out"),
         weights=GdnWeights(
-            conv=loader.vector(f"{block}.ssm_conv1d.weight").T.copy(),
+            conv=loader.transposed(f"{block}.ssm_conv1d.weight"),
             dt_bias=loader.vector(f"{block}.ssm_dt.bias"),
             a=loader.vector(f"{block}.ssm_a"),
             norm=loader.vector(f"{block}.ssm_norm.weight"),

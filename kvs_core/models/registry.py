@@ -58,14 +58,13 @@ def load_model(
     loader = Loader(file, device)
     table = rope_table(spec.rope, rope or RopeSettings(), _rope_divisors(file, device))
     loader.prepare(arch.trunk_tensors(spec), progress)
-    embedding = loader.matrix("token_embd.weight")
     return Model(
         spec,
         device,
-        embedding=embedding,
+        embedding=loader.table("token_embd.weight"),
         layers=arch.load_layers(spec, loader, table),
         output_norm=loader.vector("output_norm.weight"),
-        head=loader.matrix("output.weight") if loader.has("output.weight") else embedding,
+        head=loader.matrix("output" if loader.has("output.weight") else "token_embd"),
     )
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
-from kvs_core.device.base import Buffer, Device, RopeTable, Weight
+from kvs_core.device.base import AttentionParams, Buffer, Device, RopeTable, Weight
 from kvs_core.errors import ModelFileError
 from kvs_core.formats.gguf import GgufFile, TensorInfo
 from kvs_core.formats.quants import can_dequantize
-from kvs_core.models.blocks import Attention, FeedForward, Linear
-from kvs_core.models.spec import LayerSpec, TensorSpec
+from kvs_core.models.blocks import Attention, FeedForward
+from kvs_core.models.spec import LayerSpec, ModelSpec, TensorSpec
 from kvs_core.units import Progress
 
 
@@ -70,42 +71,57 @@ class Loader:
         """Whether the file holds the (optional) tensor."""
         return name in self._file.tensors
 
-    def matrix(self, name: str) -> Weight:
-        """A matrix [n_out, n_in] for ``ops.matmul`` and ``ops.embed``."""
-        return self._device.load_matrix(self._info(name))
+    def table(self, name: str) -> Weight:
+        """A matrix for ``ops.embed``."""
+        return self._device.load_table(self._info(name))
 
     def vector(self, name: str) -> Buffer:
         """A small tensor as float32, shape as in the file reversed."""
         return self._device.load_vector(self._info(name))
 
-    def linear(self, stem: str) -> Linear:
-        """``stem.weight`` with ``stem.bias``, if there is one."""
-        bias = self.vector(f"{stem}.bias") if self.has(f"{stem}.bias") else None
-        return Linear(self.matrix(f"{stem}.weight"), bias)
+    def transposed(self, name: str) -> Buffer:
+        """A small two-dimensional tensor as float32, shape as in the file."""
+        return self._device.load_vector(self._info(name), transposed=True)
 
-    def attention(self, layer: LayerSpec, rope: RopeTable, scale: float, *, head_norms: bool) -> Attention:
+    def matrix(self, *stems: str) -> Weight:
+        """The matrices ``stem.weight``, joined, with what there is of ``stem.bias``."""
+        return self._device.load_matrix(
+            [self._info(f"{stem}.weight") for stem in stems],
+            [self._info(f"{stem}.bias") if self.has(f"{stem}.bias") else None for stem in stems],
+        )
+
+    def rope(self, table: RopeTable) -> Any:
+        """A rotary embedding for ``attention``."""
+        return self._device.load_rope(table)
+
+    def attention(self, spec: ModelSpec, layer: LayerSpec, rope: Any, *, head_norms: bool) -> Attention:
         """The attention part of a layer; ``head_norms``: q and k have an RMSNorm per head."""
         block = f"blk.{layer.index}"
         return Attention(
             layer=layer,
             norm=self.vector(f"{block}.attn_norm.weight"),
-            q=self.linear(f"{block}.attn_q"),
-            k=self.linear(f"{block}.attn_k"),
-            v=self.linear(f"{block}.attn_v"),
-            out=self.linear(f"{block}.attn_output"),
-            rope=rope,
-            scale=scale,
-            q_norm=self.vector(f"{block}.attn_q_norm.weight") if head_norms else None,
-            k_norm=self.vector(f"{block}.attn_k_norm.weight") if head_norms else None,
+            qkv=self.matrix(f"{block}.attn_q", f"{block}.attn_k", f"{block}.attn_v"),
+            out=self.matrix(f"{block}.attn_output"),
+            params=AttentionParams(
+                heads=layer.heads,
+                kv_heads=layer.kv_heads,
+                k_dim=layer.k_dim,
+                v_dim=layer.v_dim,
+                gated=layer.gated,
+                scale=spec.attention_scale,
+                rope=rope,
+                eps=spec.rms_eps,
+                q_norm=self.vector(f"{block}.attn_q_norm.weight") if head_norms else None,
+                k_norm=self.vector(f"{block}.attn_k_norm.weight") if head_norms else None,
+            ),
         )
 
     def feed_forward(self, block: str, norm: str) -> FeedForward:
         """The SwiGLU part of a block, behind the norm of that name."""
         return FeedForward(
             norm=self.vector(f"{block}.{norm}.weight"),
-            gate=self.linear(f"{block}.ffn_gate"),
-            up=self.linear(f"{block}.ffn_up"),
-            down=self.linear(f"{block}.ffn_down"),
+            gate_up=self.matrix(f"{block}.ffn_gate", f"{block}.ffn_up"),
+            down=self.matrix(f"{block}.ffn_down"),
         )
 
     def _info(self, name: str) -> TensorInfo:

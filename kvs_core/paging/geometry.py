@@ -5,7 +5,7 @@ a V part; a part is its head's rows in position order, each row ``head_dim`` val
 
     page   | head 0: K rows 0..P-1 | head 0: V rows 0..P-1 | head 1: K rows ... | ...
 
-That order has the layout id ``rows``; whatever is saved carries the id.
+That order is ``PageOrder.ROWS``; a device may keep its pages in another. Whatever is saved carries the layout id.
 """
 
 from __future__ import annotations
@@ -68,6 +68,18 @@ class KvType(Enum):
         raise CapabilityError(f"KV type {label!r} is not known; use one of {known}")
 
 
+class PageOrder(Enum):
+    """Order of the bytes within a page; the number of bytes is the same in all. The name is part of the layout id.
+
+    ROWS       per head the K rows, then the V rows, as the module's picture shows
+    FRAGMENTS  per head the K part, then the V part, each in the order in which tensor cores take it; of q8_0 keys and
+               q4_0 values of heads of 256 in pages of 256 (``cuda_src/common/fragments.cuh``)
+    """
+
+    ROWS = "rows"
+    FRAGMENTS = "fragments"
+
+
 def hadamard_block(kv_type: KvType, head_dim: int, *, is_key: bool) -> int:
     """Width of the orthonormal Walsh-Hadamard blocks a stored row is rotated by; 0 = stored as is.
 
@@ -100,6 +112,7 @@ class PageGeometry:
     v_type: KvType
     k_rotation: int = 0
     v_rotation: int = 0
+    order: PageOrder = PageOrder.ROWS
 
     def __post_init__(self) -> None:
         if self.page_tokens < 1 or self.page_tokens % 32:
@@ -156,7 +169,7 @@ class PageGeometry:
     def layout_id(self) -> str:
         """Name of the byte order; equal ids mean that pages can be exchanged as they are."""
         return (
-            f"rows-p{self.page_tokens}-h{self.kv_heads}"
+            f"{self.order.value}-p{self.page_tokens}-h{self.kv_heads}"
             f"-k{self.k_dim}.{self.k_type.label}.r{self.k_rotation}"
             f"-v{self.v_dim}.{self.v_type.label}.r{self.v_rotation}"
         )

@@ -28,6 +28,11 @@ class Run:
         return self.first_page + self.pages
 
     @property
+    def page_range(self) -> range:
+        """The pages."""
+        return range(self.first_page, self.end_page)
+
+    @property
     def slots(self) -> range:
         """The ring slots it fills."""
         return range(self.first_slot, self.first_slot + self.pages)

@@ -48,6 +48,10 @@ class PageTable:
         """The slot of a resident page; ``KeyError`` if it is not resident."""
         return self._slot_of[page]
 
+    def slots_of(self, layer: int, pages: range) -> list[int]:
+        """The slots of resident pages of one layer."""
+        return [self._slot_of[PageId(layer, page)] for page in pages]
+
     def holds(self, page: PageId) -> bool:
         """True if the page is resident."""
         return page in self._slot_of

@@ -1,4 +1,4 @@
-"""SpanPlan: the ordered, gap-free (page -> slot) list of one attention call, and the order in which its partials fold.
+"""LayerPlan: where the pages of one layer lie during a step, in what order they are read, and how partials fold.
 
 A plan's chunks are what can be read at one time: the resident pages, and each streamed run. Attention of a decode or
 verify row takes them in any order (resident pages first: they need no wait), because every group of pages has a partial
@@ -11,15 +11,12 @@ of its own and the partials fold in an order that logical positions alone decide
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from kvs_core.paging.geometry import GROUP_PAGES, SEGMENT_GROUPS, group_of
 from kvs_core.paging.schedule import Run
 from kvs_core.units import ceil_div
-
-SCRATCH_GROUPS = 2 * SEGMENT_GROUPS
-"""Group partials alive at once at most: those that wait for their segment's older groups, and one call's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,24 +29,24 @@ class RowSpan:
     rows: int
 
 
-def row_spans(first: int, rows: int, page_tokens: int, slot_of: Callable[[int], int]) -> list[RowSpan]:
-    """Where the rows at positions [first, first + rows) go; ``slot_of`` tells the slot of a page."""
+def row_spans(first: int, rows: int, page_tokens: int, slots: Sequence[int]) -> list[RowSpan]:
+    """Where the rows at positions [first, first + rows) go; ``slots[page]`` is the slot of a page."""
     spans = []
     position = first
     while position < first + rows:
         page, page_row = divmod(position, page_tokens)
         count = min(page_tokens - page_row, first + rows - position)
-        spans.append(RowSpan(slot_of(page), page_row, position - first, count))
+        spans.append(RowSpan(slots[page], page_row, position - first, count))
         position += count
     return spans
 
 
 @dataclass(frozen=True, slots=True)
-class PageRef:
-    """One page as an attention call reads it: logical page number and the slot that holds it."""
+class Chunk:
+    """Consecutive pages that are read together. ``run`` is None for resident pages."""
 
-    page: int
-    slot: int
+    pages: range
+    run: Run | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +58,7 @@ class GroupPart:
 
     scratch_row: int
     fresh: bool
-    pages: tuple[PageRef, ...]
+    pages: range
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,51 +68,6 @@ class Fold:
     scratch_row: int
     segment: int
     fresh: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Consecutive pages that are read together. ``run`` is None for resident pages."""
-
-    pages: tuple[PageRef, ...]
-    run: Run | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SpanPlan:
-    """All pages [0, pages) of one layer that a step attends to, as chunks in page order.
-
-    Refuses, at birth, gaps, overlaps, short cover, and two pages in one slot at one time.
-    """
-
-    chunks: tuple[Chunk, ...]
-    pages: int
-
-    def __post_init__(self) -> None:
-        expected = 0
-        resident: set[int] = set()
-        streamed: set[int] = set()
-        for chunk in self.chunks:
-            slots = [ref.slot for ref in chunk.pages]
-            assert slots, "an empty chunk"
-            assert len(set(slots)) == len(slots), f"two pages of a chunk in one slot: {slots}"
-            for ref in chunk.pages:
-                assert ref.page == expected, f"page {ref.page} where {expected} must follow"
-                expected += 1
-            if chunk.run is None:
-                assert not resident & set(slots), f"two resident pages in one slot: {slots}"
-                resident |= set(slots)
-            else:
-                same = slots == list(chunk.run.slots) and chunk.pages[0].page == chunk.run.first_page
-                assert same, f"slots {slots} of pages from {chunk.pages[0].page} on are not those of {chunk.run}"
-                streamed |= set(slots)
-        assert not resident & streamed, f"slots {sorted(resident & streamed)} are resident and in the ring"
-        assert expected == self.pages, f"{expected} pages given, the step's tokens need {self.pages}"
-
-    @property
-    def segments(self) -> int:
-        """Segments that the plan's groups fold into."""
-        return ceil_div(self.pages, GROUP_PAGES * SEGMENT_GROUPS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,61 +84,130 @@ class AttendCall:
     last: bool
 
 
-def plan_decode_calls(plan: SpanPlan) -> list[AttendCall]:
-    """The calls of one decode attention: resident chunks, then runs, in tiles of at most a segment of groups."""
-    book = _FoldBook(plan.pages)
-    calls = []
-    order = sorted(plan.chunks, key=lambda chunk: chunk.run is not None)   # stable: page order within each kind
+@dataclass(frozen=True, slots=True)
+class LayerPlan:
+    """All pages of one layer that a step attends to: where each lies, and in what order they are read and folded.
+
+    slots       the slot of every page while its chunk is read, and of every page that the step writes
+    chunks      in page order
+    calls       of a decode step; the last one's folds, and all folds if every group has a scratch row of its own, are
+    last_folds  done when the attention is finished
+    Refuses, at birth, gaps, overlaps, short cover, and two pages in one slot at one time.
+    """
+
+    slots: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+    calls: tuple[AttendCall, ...] = ()
+    last_folds: tuple[Fold, ...] = ()
+
+    def __post_init__(self) -> None:
+        expected = 0
+        resident: set[int] = set()
+        streamed: set[int] = set()
+        for chunk in self.chunks:
+            assert len(chunk.pages) > 0, "an empty chunk"
+            assert chunk.pages.start == expected, f"page {chunk.pages.start} where {expected} must follow"
+            expected = chunk.pages.stop
+            slots = self.slots[chunk.pages.start : chunk.pages.stop]
+            assert len(set(slots)) == len(chunk.pages), f"pages {chunk.pages} of a chunk in slots {slots}"
+            if chunk.run is None:
+                assert resident.isdisjoint(slots), f"two resident pages in one slot: {slots}"
+                resident.update(slots)
+            else:
+                same = slots == tuple(chunk.run.slots) and chunk.pages.start == chunk.run.first_page
+                assert same, f"slots {slots} of pages {chunk.pages} are not those of {chunk.run}"
+                streamed.update(slots)
+        assert resident.isdisjoint(streamed), f"slots {sorted(resident & streamed)} are resident and in the ring"
+        assert expected == len(self.slots), f"{expected} pages in chunks, {len(self.slots)} slots"
+
+    @property
+    def pages(self) -> int:
+        """Pages attended to."""
+        return len(self.slots)
+
+    @property
+    def segments(self) -> int:
+        """Segments that the groups fold into."""
+        return segments_of(self.pages)
+
+    @property
+    def shape(self) -> tuple[tuple[Run | None, bool], ...]:
+        """What captured work depends on: the run of each call, and whether folds follow it."""
+        return tuple((call.run, bool(call.folds)) for call in self.calls)
+
+
+def segments_of(pages: int) -> int:
+    """Segments that the groups of so many pages fold into."""
+    return ceil_div(pages, GROUP_PAGES * SEGMENT_GROUPS)
+
+
+LEAST_SCRATCH_GROUPS = 2 * SEGMENT_GROUPS
+"""Group partials that decode attention must have room for: those that wait for their segment's older groups, and one
+call's."""
+
+
+def plan_layer(slots: Sequence[int], chunks: Sequence[Chunk], *, scratch_groups: int) -> LayerPlan:
+    """The plan of a decode step: resident chunks first, then runs, in calls whose groups find room in the scratch.
+
+    scratch_groups  group partials that the scratch holds; the more, the fewer the calls. It changes no bit
+    """
+    pages = len(slots)
+    roomy = ceil_div(pages, GROUP_PAGES) <= scratch_groups
+    assert roomy or scratch_groups >= LEAST_SCRATCH_GROUPS
+    # A tile is whole segments, so that at most the first of its groups wait for older ones of their segment.
+    tile_pages = (scratch_groups // SEGMENT_GROUPS - 1) * SEGMENT_GROUPS * GROUP_PAGES
+    book = _FoldBook(pages, scratch_groups)
+    calls: list[AttendCall] = []
+    order = sorted(chunks, key=lambda chunk: chunk.run is not None)   # stable: page order within each kind
     for chunk in order:
-        tiles = list(_tiles(chunk.pages))
+        tiles = [chunk.pages] if roomy else list(_cut(chunk.pages, tile_pages))
         for number, tile in enumerate(tiles):
-            parts = tuple(book.add(group) for group in tile)
-            calls.append(AttendCall(parts, tuple(book.folds()), chunk.run, number == 0, number == len(tiles) - 1))
+            parts = tuple(book.add(group) for group in _cut(tile, GROUP_PAGES))
+            folds = () if roomy else tuple(book.folds())
+            calls.append(AttendCall(parts, folds, chunk.run, number == 0, number == len(tiles) - 1))
+    last_folds = tuple(book.folds())
+    if not roomy:
+        last_folds = calls[-1].folds
+        calls[-1] = replace(calls[-1], folds=())
     assert book.finished, "a group never became complete"
-    return calls
+    return LayerPlan(tuple(slots), tuple(chunks), tuple(calls), last_folds)
 
 
-def _tiles(pages: Sequence[PageRef]) -> Iterator[list[tuple[PageRef, ...]]]:
-    """Pages as lists of whole or cut groups, each list within one segment."""
-    tile: list[tuple[PageRef, ...]] = []
-    group: list[PageRef] = []
-    for ref in pages:
-        if group and group_of(ref.page) != group_of(group[0].page):
-            tile.append(tuple(group))
-            group = []
-            if group_of(ref.page) % SEGMENT_GROUPS == 0:
-                yield tile
-                tile = []
-        group.append(ref)
-    tile.append(tuple(group))
-    yield tile
+def _cut(pages: range, size: int) -> Iterator[range]:
+    """A range of pages cut at the multiples of ``size``."""
+    start = pages.start
+    while start < pages.stop:
+        stop = min(start - start % size + size, pages.stop)
+        yield range(start, stop)
+        start = stop
 
 
 class _FoldBook:
     """Which group partials exist, and which of them may fold: each after its predecessor in the segment."""
 
-    def __init__(self, pages: int) -> None:
+    def __init__(self, pages: int, scratch_groups: int) -> None:
         self._pages = pages
         self._groups = ceil_div(pages, GROUP_PAGES)
         self._rows: dict[int, int] = {}
         self._seen: dict[int, int] = {}
-        self._free = list(range(SCRATCH_GROUPS - 1, -1, -1))
+        self._free = list(range(scratch_groups - 1, -1, -1))
         self._next = [segment * SEGMENT_GROUPS for segment in range(ceil_div(self._groups, SEGMENT_GROUPS))]
 
     @property
     def finished(self) -> bool:
         return not self._rows and sum(self._seen.values()) == self._pages
 
-    def add(self, pages: tuple[PageRef, ...]) -> GroupPart:
-        group = group_of(pages[0].page)
+    def add(self, pages: range) -> GroupPart:
+        group = group_of(pages.start)
         fresh = group not in self._seen
-        assert pages[0].page == group * GROUP_PAGES + self._seen.get(group, 0), "a group's pages come in page order"
+        assert pages.start == group * GROUP_PAGES + self._seen.get(group, 0), "a group's pages come in page order"
         if fresh:
             self._rows[group] = self._free.pop()
         self._seen[group] = self._seen.get(group, 0) + len(pages)
         return GroupPart(self._rows[group], fresh, pages)
 
     def folds(self) -> Iterator[Fold]:
+        """Segments in order; within one, groups in order."""
         for segment, group in enumerate(self._next):
             end = min((segment + 1) * SEGMENT_GROUPS, self._groups)
             while group < end and self._complete(group):

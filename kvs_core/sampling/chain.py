@@ -92,6 +92,7 @@ class Sampler:
         self._mirostat: Mirostat | None = None
         self._adaptive: AdaptiveP | None = None
         self._judged: Candidates | None = None   # whose probabilities the next accepted token is judged by
+        self._enough: int | None = None
         self._stages = self._build_mirostat() if params.mirostat else self._build_chain()
 
     def accept(self, token: int) -> None:
@@ -107,6 +108,24 @@ class Sampler:
             if prob > 0.0:
                 judge.observe(prob)
         self._judged = None
+
+    @property
+    def enough(self) -> int | None:
+        """So many of the largest logits decide what the chain leaves; None if it looks at all of them."""
+        return self._enough
+
+    def distribution_among(self, best: Candidates) -> Candidates:
+        """``distribution``, from the ``enough`` largest logits, sorted, instead of all.
+
+        DeviceError for logits that are NaN or all -inf.
+        """
+        assert self._enough is not None
+        assert best.is_sorted
+        assert len(best) >= min(self._enough, self._n_vocab)
+        candidates = best
+        for stage in self._stages:
+            candidates = stage(candidates)
+        return candidates
 
     def distribution(self, logits: Logits) -> Candidates:
         """What the chain leaves of ``logits`` [V] float32 (copied): the candidates a draw is to choose from.
@@ -134,8 +153,10 @@ class Sampler:
         index = stages.draw_index(probs, u)
         return Pick(int(candidates.ids[index]), math.log(float(probs[index])), candidates)
 
-    def pick(self, logits: Logits) -> Pick:
-        """``draw(distribution(logits))``. The token is not accepted yet."""
+    def pick(self, logits: Logits | Candidates) -> Pick:
+        """``draw`` from the distribution of ``logits`` [V], or of the ``enough`` largest. The token is not accepted yet."""
+        if isinstance(logits, Candidates):
+            return self.draw(self.distribution_among(logits))
         return self.draw(self.distribution(logits))
 
     def _build_mirostat(self) -> list[Stage]:
@@ -154,6 +175,12 @@ class Sampler:
         if self.params.temperature <= 0.0 and self.params.dynatemp_range <= 0.0:
             chain = _without_idle(chain)
         built = self._bias_stages() + [stage for _, stage in chain]
+        if chain and not self._bias:
+            name = chain[0][0]
+            if name == "top_k":
+                self._enough = self.params.top_k
+            elif name == "temperature" and self.params.temperature <= 0.0 and self.params.dynatemp_range <= 0.0:
+                self._enough = 1
         if "adaptive_p" in self.params.samplers and self.params.adaptive_target >= 0.0:
             adaptive = AdaptiveP(self.params.adaptive_target, self.params.adaptive_decay)
             self._adaptive = adaptive

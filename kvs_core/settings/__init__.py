@@ -29,6 +29,7 @@ from kvs_core.settings.rooms import (
     RopeScaling,
     RopeSettings,
     RunSettings,
+    SyntheticModel,
     UrlModel,
 )
 
@@ -50,5 +51,6 @@ __all__ = [
     "RopeScaling",
     "RopeSettings",
     "RunSettings",
+    "SyntheticModel",
     "UrlModel",
 ]

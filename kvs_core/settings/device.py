@@ -24,18 +24,19 @@ def _as_device(text: str) -> str:
         raise ValueError(f"expected one device, got {shown(text)}; kvs uses a single one")
     if name in ("auto", "cpu", "none"):
         return name
-    if re.fullmatch(r"cuda:?[0-9]{0,3}", name):
-        return "cuda"
+    found = re.fullmatch(r"cuda:?([0-9]{0,3})", name)
+    if found:
+        return f"cuda:{int(found[1])}" if found[1] else "cuda"
     raise ValueError(f"expected auto, cpu, cuda or cuda:N, got {shown(text)}")
 
 
 SETTINGS = (
     _device("device", ("-dev", "--device"),
         Kind("auto|cpu|cuda|cuda:N", ("auto", "cpu", "cuda", "CUDA0", "none"), _as_device, words=("auto", "cpu")),
-        "Where the model runs. The CPU is the only device of this version, so auto and cpu are the same.",
+        "Where the model runs: auto takes an NVIDIA GPU if there is one that works, else the CPU. cuda:N is the GPU of "
+        "that index.",
         default="auto", env="LLAMA_ARG_DEVICE",
-        refuse=(Rule("the CUDA device is not in this version; use --device cpu", only=("cuda",)),
-                Rule("without a device the model runs on the CPU; use --device cpu", only=("none",)))),
+        refuse=(Rule("without a device the model runs on the CPU; use --device cpu", only=("none",)),)),
     _device("list_devices", ("--list-devices",), SWITCH,
         "List devices with their memory and exit.",
         default=False),
@@ -48,9 +49,8 @@ SETTINGS = (
         "for bit, for every count.",
         default=-1, unit="threads", relevance="accept", env="LLAMA_ARG_THREADS"),
     _device("main_gpu", ("-mg", "--main-gpu"), integer(0, 1 << 10),
-        "Index of the GPU to use.",
-        default=0, env="LLAMA_ARG_MAIN_GPU",
-        note=(Rule("the CPU device has no index"),)),
+        "Index of the GPU to use, if --device names none.",
+        default=0, env="LLAMA_ARG_MAIN_GPU"),
     _device("fit", ("-fit", "--fit"), ON_OFF,
         "Hold an arena that was left unset to a part of free memory; off: it has room for the whole context, or is "
         "refused. What is given is taken literally either way.",

@@ -15,7 +15,9 @@ _NO_DIRECT = "direct reads are not used: weights are memory-mapped"
 
 SETTINGS = (
     _model("model", ("-m", "--model"), PATH,
-        "The GGUF file to load; of a split model its part -00001-of-. Without it: the demo model that comes with kvs.",
+        "The GGUF file to load; of a split model its part -00001-of-. Or synthetic:SHAPE:MIX, as in "
+        "synthetic:qwen3.5-27b:iq4_xs: a real model's shapes with random weights, for measuring. Without it: the demo "
+        "model that comes with kvs.",
         env="LLAMA_ARG_MODEL"),
     _model("override_kv", ("--override-kv",), CSV,
         "Replace the file's metadata: KEY=TYPE:VALUE with type int, float, bool or str, as in "

@@ -46,18 +46,29 @@ class UrlModel:
     url: str
 
 
+SYNTHETIC_PREFIX = "synthetic:"
+"""Of the name that ``--model`` takes instead of a file."""
+
+
+@dataclass(frozen=True, slots=True)
+class SyntheticModel:
+    """A model with random weights, made instead of read; the name is without its prefix."""
+
+    name: str
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
     """Which model, and how its file is read.
 
-    source       a file (part 00001 of a split one), or where to fetch it from if the cache lacks it; None: the demo
-                 model that comes with kvs
+    source       a file (part 00001 of a split one), where to fetch it from if the cache lacks it, or a synthetic model;
+                 None: the demo model that comes with kvs
     offline      the cache alone is asked
     override_kv  ``key=type:value`` texts, read with the file
     scan         all weights are looked at for NaN and infinity first
     """
 
-    source: Path | HubModel | UrlModel | None
+    source: Path | HubModel | UrlModel | SyntheticModel | None
     offline: bool = False
     override_kv: tuple[str, ...] = ()
     scan: bool = False
@@ -192,17 +203,33 @@ class RopeSettings:
 
 @dataclass(frozen=True, slots=True)
 class DeviceSettings:
-    """Where the model runs. threads: that share the CPU device's products, None: as many as there are cores.
+    """Where the model runs. name: auto, cpu, cuda or cuda:N. main_gpu: the GPU of a name without an index.
+    threads: that share the CPU device's products, None: as many as there are cores.
     gpu_layers: layers asked to be on the device; None: all of them."""
 
+    name: str = "auto"
+    main_gpu: int = 0
     threads: int | None = None
     gpu_layers: int | None = None
+
+    @property
+    def wants_cpu(self) -> bool:
+        """No GPU is to be looked for."""
+        return self.name == "cpu" or (self.name == "auto" and self.gpu_layers == 0)
+
+    @property
+    def gpu_index(self) -> int:
+        """Index of the GPU to use, if one is."""
+        _, _, index = self.name.partition(":")
+        return int(index) if index else self.main_gpu
 
     def check_gpu_layers(self, n_layer: int) -> None:
         """All layers run on one device: refuse a count that splits a model of ``n_layer`` layers.
 
-        0 is what the CPU device does, so it is fine; so is any count of at least ``n_layer``.
+        0 asks for the CPU, so it is fine without a GPU's name; so is any count of at least ``n_layer``.
         """
+        if self.gpu_layers == 0 and not self.wants_cpu:
+            raise SettingsError(f"--gpu-layers 0 keeps every layer off --device {self.name}; leave one of them out")
         if self.gpu_layers is not None and 0 < self.gpu_layers < n_layer:
             raise SettingsError(f"--gpu-layers {self.gpu_layers}: the model has {n_layer} layers and they run on one "
                                 "device together; use --gpu-layers all")

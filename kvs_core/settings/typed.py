@@ -10,6 +10,7 @@ from kvs_core.errors import SettingsError
 from kvs_core.settings.escapes import expand_escapes
 from kvs_core.settings.kinds import as_path
 from kvs_core.settings.rooms import (
+    SYNTHETIC_PREFIX,
     VERBOSITY_ALL,
     ChatSettings,
     ContextSettings,
@@ -24,6 +25,7 @@ from kvs_core.settings.rooms import (
     PromptSettings,
     RopeSettings,
     RunSettings,
+    SyntheticModel,
     UrlModel,
 )
 from kvs_core.settings.table import TABLE
@@ -81,6 +83,8 @@ def engine_settings(values: Values) -> EngineSettings:
         ),
         rope=_rope(values),
         device=DeviceSettings(
+            name=values["device"],
+            main_gpu=values["main_gpu"],
             threads=values["threads"] if values["threads"] > 0 else None,
             gpu_layers=values["gpu_layers"] if values["gpu_layers"] not in ("auto", "all", -1) else None,
         ),
@@ -100,7 +104,7 @@ def logging_settings(values: Values) -> LoggingSettings:
     )
 
 
-def _source(values: Values) -> Path | HubModel | UrlModel | None:
+def _source(values: Values) -> Path | HubModel | UrlModel | SyntheticModel | None:
     path, repo, url = values["model"], values["hf_repo"], values["model_url"]
     given = {"--model": path, "--hf-repo": repo, "--model-url": url}
     named = [flag for flag, value in given.items() if value is not None]
@@ -113,6 +117,8 @@ def _source(values: Values) -> Path | HubModel | UrlModel | None:
     if url is not None:
         return UrlModel(url)
     assert path is None or isinstance(path, Path)
+    if str(path).startswith(SYNTHETIC_PREFIX):
+        return SyntheticModel(str(path).removeprefix(SYNTHETIC_PREFIX))
     return path
 
 

@@ -28,10 +28,16 @@ _CLOSED = "the session is closed, what was published to the host history is vali
 
 @dataclass(frozen=True, slots=True)
 class PhaseBuffers:
-    """What a phase keeps in its workspace: the model's buffers and, by name, attention's flat float32 scratch."""
+    """What a phase keeps in its workspace.
+
+    specs       the model's, attention's and the device's own buffers
+    scratch     of "groups", "segments", "running": attention's flat float32 buffers
+    group_rows  see ``AttentionScratch``
+    """
 
     specs: tuple[BufferSpec, ...]
-    scratch: tuple[str, ...]   # of "groups", "segments", "running"
+    scratch: tuple[str, ...]
+    group_rows: int = 0
 
     @property
     def size_bytes(self) -> int:
@@ -131,7 +137,10 @@ class Handover:
         workspace = Workspace(self._device, ws_view.offset, ws_view.size_bytes, buffers.specs)
         page_bytes = self._kv.geometry.page_bytes
         pool = self._device.arena_view(pool_view.offset, (pool_view.size_bytes // page_bytes, page_bytes), np.uint8)
-        scratch = AttentionScratch(**{name: workspace[scratch_name(name)] for name in buffers.scratch})
+        scratch = AttentionScratch(
+            buffers.group_rows, **{name: workspace[scratch_name(name)] for name in buffers.scratch}
+        )
+        self._device.bind_scratch(workspace, phase)
         self._kv.bind(pool, scratch)
         return Layout(phase, leases, workspace, pool, scratch)
 

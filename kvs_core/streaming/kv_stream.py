@@ -9,11 +9,9 @@ Leaving the block without ``settle`` (an error, a caller who stops) drops the ro
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from time import perf_counter
-from types import TracebackType
 
 import numpy as np
 
@@ -24,9 +22,10 @@ from kvs_core.paging.cache import LogicalCache
 from kvs_core.paging.geometry import PageGeometry
 from kvs_core.paging.residency import Observation, ResidencyConfig, ResidencyState, residency_step
 from kvs_core.paging.slots import PageId, PageTable
-from kvs_core.paging.spans import AttendCall, Chunk, PageRef, RowSpan, SpanPlan, plan_decode_calls, row_spans
+from kvs_core.paging.spans import Chunk, LayerPlan, plan_layer
 from kvs_core.streaming.history import HostHistory
-from kvs_core.streaming.layer_kv import AttentionScratch, LayerKv
+from kvs_core.streaming.kv_step import KvStep
+from kvs_core.streaming.layer_kv import AttentionScratch, LoadedPlan
 from kvs_core.streaming.publisher import Publisher
 from kvs_core.streaming.streamer import Streamer
 
@@ -60,11 +59,13 @@ class KvStream:
         self._table = PageTable(0)
         self._history = HostHistory(device, geometry, config.layers, geometry.pages_of(capacity_tokens))
         self._publisher = Publisher(device, self.cache, self._history)
-        self._streamer = Streamer(device, self._history, self._slots_view)
+        self.streamer = Streamer(device, self._history, self._slots_view)
         self._promoted: dict[PageId, Fence] = {}             # resident pages whose bytes are still on their way
         self._pool: Buffer | None = None
         self._scratch = AttentionScratch()
-        self._plans: dict[int, tuple[SpanPlan, list[AttendCall]]] = {}
+        self._plans: dict[tuple[int, int], LoadedPlan] = {}   # by layer and rows of a decode step, 0 for prefill
+        self._signatures: dict[int, Hashable] = {}           # of decode steps, by rows
+        self._generation = 0                                 # changes when captured work would move other bytes
         self._step: KvStep | None = None
         self._repartitions = 0
         self._scheduled: tuple[tuple[int, ...], int] | None = None
@@ -76,6 +77,8 @@ class KvStream:
         """Use this pool, uint8 [slots, page_bytes], and this scratch from now on. Resident pages lie in both pools."""
         self._pool = pool
         self._scratch = scratch
+        self._forget_plans()
+        self._generation += 1
         self._table.resize(ring_slots=self._table.ring_slots, pool_slots=pool.shape[0])
 
     def unbind(self) -> None:
@@ -119,11 +122,11 @@ class KvStream:
             pages = self.geometry.pages_of(positions.stop)
             self._history.ensure(pages)
             pool_slots = self._table.pool_slots
-            decision = self._decide(pool_slots, positions.start, pages, starved=self._streamer.take_starved())
+            decision = self._decide(pool_slots, positions.start, pages, starved=self.streamer.take_starved())
             self._apply(decision, pool_slots, pages)
-            self._streamer.pump()
+            self.streamer.pump()
         except BaseException:
-            self._abandon()
+            self.abandon()
             raise
         self._step = KvStep(self, self._device, positions.start, rows, phase, self._pool, self._scratch)
         return self._step
@@ -148,7 +151,7 @@ class KvStream:
             resident_pages=len(self._table),
             ring_slots=self._table.ring_slots,
             active_pages=self._pages * self.layers,
-            streamed_pages_per_step=self._streamer.schedule.streamed_pages,
+            streamed_pages_per_step=self.streamer.schedule.streamed_pages,
             repartitions=self._repartitions,
             history_bytes=self._history.size_bytes,
         )
@@ -163,41 +166,63 @@ class KvStream:
 
     # For KvStep.
 
-    def _settle(self, keep: int) -> None:
+    def settle(self, keep: int) -> None:
         self.cache.settle(keep)
         self._forget_pages(self.geometry.pages_of(self.cache.committed))
         # The rows are committed whatever becomes of their way home: the next step, or a drain, tries again and raises.
         with suppress(DeviceError):
             self._publish_full()
 
-    def _abandon(self) -> None:
+    def abandon(self) -> None:
         self.cache.settle(0)
         try:
-            self._streamer.empty()
+            self.streamer.empty()
         finally:
             self._forget_pages(self.geometry.pages_of(self.cache.committed))
 
-    def _plan(self, layer: int) -> tuple[SpanPlan, list[AttendCall]]:
-        planned = self._plans.get(layer)
+    def plan(self, layer: int, rows: int, phase: Phase) -> LoadedPlan:
+        key = (layer, rows if phase is Phase.DECODE else 0)
+        planned = self._plans.get(key)
         if planned is None:
-            plan = SpanPlan(tuple(self._chunks(layer)), self._pages)
-            planned = self._plans[layer] = (plan, plan_decode_calls(plan))
+            chunks = list(self._chunks(layer))
+            slots = self._slots(layer)
+            if phase is Phase.DECODE:
+                plan = plan_layer(slots, chunks, scratch_groups=self._scratch.group_rows // rows)
+            else:
+                plan = LayerPlan(slots, tuple(chunks))
+            loaded = self._device.ops.load_plan(layer, rows if phase is Phase.DECODE else 0, plan)
+            planned = self._plans[key] = LoadedPlan(plan, loaded)
         return planned
 
-    def _chunks(self, layer: int) -> Iterator[Chunk]:
-        for run in self._streamer.schedule.by_layer[layer] if self._streamer.schedule.runs else ():
-            pages = tuple(PageRef(run.first_page + i, run.first_slot + i) for i in range(run.pages))
-            yield Chunk(pages, run)
-        resident = range(self._state.cuts[layer], self._pages)
-        yield Chunk(tuple(PageRef(page, self._table.slot_of(PageId(layer, page))) for page in resident))
+    def signature(self, rows: int) -> Hashable:
+        """See ``KvStep.signature``."""
+        known = self._signatures.get(rows)
+        if known is None:
+            plans = [self.plan(layer, rows, Phase.DECODE).plan for layer in range(self.layers)]
+            known = self._signatures[rows] = (self._generation, tuple(plan.shape for plan in plans))
+        return known
 
-    def _row_spans(self, layer: int, first: int, rows: int) -> list[RowSpan]:
+    def _chunks(self, layer: int) -> Iterator[Chunk]:
+        for run in self.streamer.schedule.by_layer[layer] if self.streamer.schedule.runs else ():
+            yield Chunk(run.page_range, run)
+        yield Chunk(range(self._state.cuts[layer], self._pages))
+
+    def _forget_plans(self) -> None:
+        self._plans.clear()
+        self._signatures.clear()
+
+    def _slots(self, layer: int) -> tuple[int, ...]:
+        streamed = self.streamer.schedule.by_layer[layer] if self.streamer.schedule.runs else ()
+        slots = [slot for run in streamed for slot in run.slots]
+        slots += self._table.slots_of(layer, range(self._state.cuts[layer], self._pages))
+        return tuple(slots)
+
+    def wait_layer(self, layer: int) -> None:
         # Before its rows are written, and so before attention too: a page that was cut short may be coming back.
         for coming in [page for page in self._promoted if page.layer == layer]:
             self._wait_promoted(coming)
-        return row_spans(first, rows, self.geometry.page_tokens, lambda page: self._table.slot_of(PageId(layer, page)))
 
-    def _step_closed(self, longest_gap_s: float) -> None:
+    def step_closed(self, longest_gap_s: float) -> None:
         self._step = None
         if longest_gap_s > 0:
             # The shorter of two: a ring follows what the steps have in common, not the one that was interrupted.
@@ -223,7 +248,8 @@ class KvStream:
         """
         if self._scheduled != (state.cuts, state.ring_slots) or pool_slots != self._table.pool_slots:
             self._scheduled = None
-            self._plans.clear()
+            self._forget_plans()
+            self._generation += 1
             self._evict(state.cuts)
             if state.ring_slots <= self._table.ring_slots:
                 self._replan(state)
@@ -241,7 +267,7 @@ class KvStream:
         self._grow(pages)
 
     def _replan(self, state: ResidencyState) -> None:
-        self._streamer.replan(
+        self.streamer.replan(
             [range(cut) for cut in state.cuts],
             ring_slots=state.ring_slots,
             run_pages=self._config.run_pages_in(state.ring_slots),
@@ -295,7 +321,7 @@ class KvStream:
         """New tail pages, cleared: stale scales times zero weights would be NaN."""
         if pages == self._pages:
             return
-        self._plans.clear()
+        self._forget_plans()
         first, self._pages = self._pages, pages
         for page in range(first, pages):
             for layer in range(self.layers):
@@ -306,7 +332,7 @@ class KvStream:
         """Pages from ``pages`` on hold no committed row."""
         if self._pages <= pages:
             return
-        self._plans.clear()
+        self._forget_plans()
         self._pages = pages
         for page in [page for page in self._table if page.page >= pages]:
             self._release(page)
@@ -336,72 +362,3 @@ class KvStream:
     def _slots_view(self, first_slot: int, slots: int) -> Buffer:
         assert self._pool is not None
         return self._pool[first_slot : first_slot + slots].reshape(-1)
-
-
-class KvStep:
-    """One open step. ``layer(i)`` lends the KV of attention layer i; layers are used in order, each once."""
-
-    def __init__(
-        self, kv: KvStream, device: Device, first_position: int, rows: int, phase: Phase, pool: Buffer,
-        scratch: AttentionScratch,
-    ) -> None:
-        self.first_position = first_position
-        self.rows = rows
-        self.phase = phase
-        self.pool = pool
-        self.scratch = scratch
-        self._kv = kv
-        self._device = device
-        self._open = True
-        self._longest_gap_s = 0.0
-        self._last_attention_s: float | None = None
-
-    def __enter__(self) -> KvStep:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._open:
-            self._close()
-            self._kv._abandon()
-
-    def layer(self, layer: int) -> LayerKv:
-        """The KV of one attention layer, for this step."""
-        assert self._open, "the step is over"
-        return LayerKv(self._device, self._kv.geometry, self._kv._streamer, self, layer)
-
-    def settle(self, keep: int) -> None:
-        """Commit the first ``keep`` rows, drop the rest, and close the step."""
-        assert self._open, "the step is over"
-        assert 0 <= keep <= self.rows, f"{keep} of {self.rows} rows"
-        self._close()
-        self._kv._settle(keep)
-
-    # For LayerKv.
-
-    def row_spans(self, layer: int) -> Sequence[RowSpan]:
-        """Where this step's rows go in a layer, whose resident pages the compute stream has been told to wait for."""
-        return self._kv._row_spans(layer, self.first_position, self.rows)
-
-    def span_plan(self, layer: int) -> SpanPlan:
-        """What attention of a layer reads."""
-        return self._kv._plan(layer)[0]
-
-    def decode_calls(self, layer: int) -> Sequence[AttendCall]:
-        """The calls of a layer's decode attention."""
-        return self._kv._plan(layer)[1]
-
-    def begin_attention(self, layer: int) -> None:
-        """Attention of a layer begins."""
-        now = perf_counter()
-        if self._last_attention_s is not None:
-            self._longest_gap_s = max(self._longest_gap_s, now - self._last_attention_s)
-
-    def end_attention(self) -> None:
-        """Attention of a layer is enqueued."""
-        self._last_attention_s = perf_counter()
-
-    def _close(self) -> None:
-        self._open = False
-        self._kv._step_closed(self._longest_gap_s)

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvs_core.device.base import Buffer, Device, Fence
+from kvs_core.device.base import PASSED, Buffer, Device, Fence
 from kvs_core.paging.schedule import PrefetchSchedule, Run, head_in_ring, plan_schedule
 from kvs_core.paging.slots import Ring, SlotState
 from kvs_core.streaming.history import HostHistory
@@ -95,6 +95,20 @@ class Streamer:
             self._in_ring.append(_InRing(run, self._device.copy.record()))
             self._ring.move(run.slots, SlotState.FILLING)
             self._next_fetch = (self._next_fetch + 1) % len(runs)
+
+    def settle_fences(self) -> None:
+        """The compute stream waits for all that was copied ahead, and no fence is kept: those of now mean nothing in a
+        capture, and a captured step does not know them."""
+        for index, entry in enumerate(self._in_ring):
+            self._device.compute.wait(entry.ready)
+            self._in_ring[index] = _InRing(entry.run, PASSED)
+        # Captured copies begin behind the compute stream, which is the last reader of every slot that is empty now.
+        self._consumed.clear()
+
+    def forget_fences(self) -> None:
+        """After a capture: its fences mean nothing outside, and what is enqueued next comes behind its launch."""
+        self._in_ring = deque(_InRing(entry.run, PASSED) for entry in self._in_ring)
+        self._consumed.clear()
 
     def acquire(self, run: Run) -> None:
         """Before the attention call that reads ``run``: the compute stream waits until it is there."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvs_core.device.base import AttentionParams
+from kvs_core.device.host.ops import basic
+
 
 class DenseLayer:
     """One attention layer's keys and values, in float32, and float64 attention over them."""
@@ -12,23 +15,31 @@ class DenseLayer:
         self.k: list[np.ndarray] = []
         self.v: list[np.ndarray] = []
 
-    def write(self, k: np.ndarray, v: np.ndarray) -> None:
-        self.k += list(k.copy())
-        self.v += list(v.copy())
-        k.fill(np.nan)  # a cache may overwrite its inputs
-        v.fill(np.nan)
-
-    def attend(self, q: np.ndarray, out: np.ndarray) -> None:
-        rows, heads = q.shape[:2]
+    def attend(self, y: np.ndarray, params: AttentionParams, q: np.ndarray, out: np.ndarray) -> None:
+        rows, position = len(y), len(self.k)
+        assert len(q) >= rows
+        assert len(q) % 8 == 0
+        heads = y[:, : params.q_columns].reshape(rows, params.heads, -1)
+        queries = heads[..., : params.k_dim].copy()
+        k, v = np.split(y[:, params.q_columns :].copy(), [params.kv_heads * params.k_dim], axis=1)
+        k = k.reshape(rows, params.kv_heads, params.k_dim)
+        for part, norm in ((queries, params.q_norm), (k, params.k_norm)):
+            if norm is not None:
+                basic.rms_norm(part, norm, part, eps=params.eps)
+            basic.rope(part, position, params.rope)
+        self.k += list(k)
+        self.v += list(v.reshape(rows, params.kv_heads, params.v_dim))
         keys, values = np.array(self.k, np.float64), np.array(self.v, np.float64)
-        per_group = heads // keys.shape[1]
+        attended = out.reshape(rows, params.heads, params.v_dim)
         for row in range(rows):
-            seen = len(keys) - rows + row + 1
-            for head in range(heads):
-                scores = keys[:seen, head // per_group] @ q[row, head]
+            seen = position + row + 1
+            for head in range(params.heads):
+                group = head // (params.heads // params.kv_heads)
+                scores = keys[:seen, group] @ (params.scale * queries[row, head])
                 weights = np.exp(scores - scores.max())
-                out[row, head] = weights @ values[:seen, head // per_group] / weights.sum()
-        q.fill(np.nan)
+                attended[row, head] = weights @ values[:seen, group] / weights.sum()
+        if params.gated:
+            attended /= 1.0 + np.exp(-heads[..., params.k_dim :])
 
 
 class DenseKv:

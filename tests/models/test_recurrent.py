@@ -20,6 +20,7 @@ from kvs_core.models.spec import LayerKind, LayerSpec, ModelSpec
 SHAPE = GdnShape(k_heads=1, v_heads=1, d_k=1, d_v=1, conv_taps=2)
 LAYERS = (0, 2, 3)
 MAX_ROWS = 8
+SLOTS = SHAPE.ring_rows(MAX_ROWS)
 
 
 def fold(value: float, row: float) -> float:
@@ -47,29 +48,29 @@ class FakeOps:
                 self.fail_in = None
                 raise MemoryError
 
-    def gdn_apply(self, _shape: GdnShape, state: GdnState, *, bank: int, pending: int) -> None:
+    def gdn_apply(self, _shape: GdnShape, state: GdnState, *, position: int, pending: int) -> None:
         self._count_down()
-        for row in range(pending):
-            state.state[...] = fold(state.state.item(), state.bank_x[bank, row, 0])
+        for row in range(position - pending, position):
+            state.state[...] = fold(state.state.item(), state.ring_x[row % SLOTS, 0])
 
     def gdn_decode(
-        self, qkv: Any, _z: Any, _alpha: Any, _beta: Any, _weights: Any, shape: GdnShape, state: GdnState, out: Any,
-        *, bank: int, pending: int,
+        self, y: Any, _weights: Any, shape: GdnShape, state: GdnState, out: Any, *, position: int, pending: int
     ) -> None:
-        self.gdn_apply(shape, state, bank=bank, pending=pending)
+        self.gdn_apply(shape, state, position=position, pending=pending)
         value = state.state.item()
-        state.bank_x[1 - bank] = np.nan
-        for row in range(len(qkv)):
-            value = fold(value, qkv[row, 0])
-            state.bank_x[1 - bank, row] = qkv[row]
+        for row in range(len(y)):
+            value = fold(value, y[row, 0])
+            state.ring_x[(position + row) % SLOTS] = y[row, 0]
             out[row] = value
+        rejectable = np.arange(position, position + MAX_ROWS) % SLOTS
+        state.ring_x[rejectable[len(y) :]] = np.nan
 
     def gdn_prefill(
-        self, qkv: Any, _z: Any, _alpha: Any, _beta: Any, _weights: Any, _shape: GdnShape, state: GdnState, out: Any
+        self, y: Any, _weights: Any, _shape: GdnShape, state: GdnState, out: Any, *, position: int
     ) -> None:
         self._count_down()
-        for row in range(len(qkv)):
-            state.state[...] = fold(state.state.item(), qkv[row, 0])
+        for row in range(len(y)):
+            state.state[...] = fold(state.state.item(), y[row, 0])
             out[row] = state.state
 
 
@@ -101,22 +102,24 @@ class Rig:
         """Begin a step of new rows and run its first ``layers`` layers, checking what each computes."""
         tokens = list(range(self._next_row, self._next_row + rows))
         self._next_row += rows
-        self.state.begin(phase, rows)
+        self.state.begin(phase, rows, len(self.committed))
         expected = [folded(self.committed + tokens[: row + 1]) for row in range(rows)]
         for index in LAYERS[:layers]:
             out = np.zeros((rows, 1))
             nothing: Any = None
-            qkv = np.repeat(np.array(tokens, float)[:, None], SHAPE.conv_channels, axis=1)
-            self.state.run_layer(index, qkv, nothing, nothing, nothing, nothing, out)
+            y = np.repeat(np.array(tokens, float)[:, None], SHAPE.columns, axis=1)
+            self.state.run_layer(index, y, nothing, out)
             assert out[:, 0].tolist() == expected, f"layer {index}"
         return tokens
 
-    def commit(self, tokens: list[int], keep: int) -> None:
+    def commit(self, tokens: list[int], keep: int, pending: int | None = None) -> None:
         self.state.settle(keep)
         self.committed += tokens[:keep]
+        assert self.state.pending == (keep if pending is None else pending)
 
     def check_flushed(self) -> None:
         self.state.flush()
+        assert self.state.pending == 0
         values = [state.state.item() for state in self.state._states.values()]
         assert values == [folded(self.committed)] * len(LAYERS)
 
@@ -146,7 +149,7 @@ def test_all_layers_see_exactly_the_committed_rows(sequence: list[tuple[Any, ...
                 rig.state.drop()
             case "prefill":
                 rig.state.flush()
-                rig.commit(rig.run(Phase.PREFILL, rows), rows)
+                rig.commit(rig.run(Phase.PREFILL, rows), rows, pending=0)
             case "abandon prefill":
                 rig.state.flush()
                 rig.run(Phase.PREFILL, rows, layers=0)
@@ -165,7 +168,7 @@ def test_a_prefill_dropped_between_layers_breaks_the_state(layers: int) -> None:
     rig = Rig()
     rig.run(Phase.PREFILL, 5, layers=layers)
     rig.state.drop()
-    for use in (lambda: rig.state.begin(Phase.DECODE, 1), rig.state.flush, lambda: rig.state.settle(5)):
+    for use in (lambda: rig.state.begin(Phase.DECODE, 1, 0), rig.state.flush, lambda: rig.state.settle(5)):
         with pytest.raises(DeviceError, match="start the session again"):
             use()
     rig.state.drop()
@@ -186,7 +189,57 @@ def test_an_operation_that_fails_breaks_the_state(where: str) -> None:
         use()
     rig.state.drop()
     with pytest.raises(DeviceError):
-        rig.state.begin(Phase.DECODE, 1)
+        rig.state.begin(Phase.DECODE, 1, len(rig.committed))
+
+
+@pytest.mark.parametrize(("layers", "pending"), [(0, 2), (1, 0), (2, 0), (3, 0)])
+def test_layers_agree_on_what_is_pending_after_a_drop(layers: int, pending: int) -> None:
+    """A step that stopped between layers leaves the same rows to apply in all of them: none, or all it found."""
+    rig = Rig()
+    rig.commit(rig.run(Phase.DECODE, 4), 2)
+    rig.run(Phase.DECODE, 3, layers=layers)
+    rig.state.drop()
+    assert rig.state.pending == pending
+    rig.commit(rig.run(Phase.DECODE, 2), 1)
+    rig.check_flushed()
+
+
+def test_a_drop_that_fails_breaks_the_state() -> None:
+    """It hides no earlier error with its own; the next step says that the state is lost."""
+    rig = Rig()
+    rig.commit(rig.run(Phase.DECODE, 3), 2)
+    rig.run(Phase.DECODE, 1, layers=1)
+    rig.ops.fail_in = 1
+    rig.state.drop()
+    with pytest.raises(DeviceError, match="start the session again"):
+        rig.state.begin(Phase.DECODE, 1, 2)
+
+
+def test_a_launched_step_counts_as_run() -> None:
+    """A step whose layers ran from a recording, without a call for each, settles like any other."""
+    rig = Rig()
+    rig.commit(rig.run(Phase.DECODE, 4), 3)
+    rig.state.begin(Phase.DECODE, 2, 3)
+    tokens = np.array([[50.0], [51.0]]).repeat(SHAPE.columns, axis=1)
+    for state in rig.state._states.values():
+        rig.ops.gdn_decode(tokens, None, SHAPE, state, np.zeros((2, 1)), position=3, pending=rig.state.pending)
+    rig.state.launched(ran=True)
+    rig.commit([50, 51], 1)
+    rig.check_flushed()
+
+
+def test_a_recording_that_fails_changes_nothing() -> None:
+    """What was recorded did not run: the step is dropped, and the rows before it are still pending in all layers."""
+    rig = Rig()
+    rig.commit(rig.run(Phase.DECODE, 3), 2)
+    rig.ops.fail_in = 0
+    with pytest.raises(MemoryError):
+        rig.run(Phase.DECODE, 2)
+    rig.state.launched(ran=False)
+    rig.state.drop()
+    assert rig.state.pending == 2
+    rig.commit(rig.run(Phase.DECODE, 2), 1)
+    rig.check_flushed()
 
 
 def test_refused_moves_change_nothing() -> None:
@@ -194,21 +247,23 @@ def test_refused_moves_change_nothing() -> None:
     rig = Rig()
     for illegal in (
         lambda: rig.state.settle(0),
-        lambda: rig.state.begin(Phase.DECODE, MAX_ROWS + 1),
-        lambda: rig.state.begin(Phase.DECODE, 0),
+        lambda: rig.state.begin(Phase.DECODE, MAX_ROWS + 1, 0),
+        lambda: rig.state.begin(Phase.DECODE, 0, 0),
+        lambda: rig.state.begin(Phase.PREFILL, 0, 0),
+        lambda: rig.state.begin(Phase.DECODE, 1, 1),
     ):
         with pytest.raises(AssertionError):
             illegal()
     rig.commit(rig.run(Phase.DECODE, 4), 3)
     with pytest.raises(AssertionError, match="flush first"):
-        rig.state.begin(Phase.PREFILL, 4)
+        rig.state.begin(Phase.PREFILL, 4, 3)
     tokens = rig.run(Phase.DECODE, 2)
     for illegal in (
-        lambda: rig.state.begin(Phase.DECODE, 1),
+        lambda: rig.state.begin(Phase.DECODE, 1, len(rig.committed)),
         lambda: rig.state.settle(3),
         lambda: rig.state.settle(-1),
         rig.state.flush,
-        lambda: rig.state.run_layer(0, *[np.zeros((2, 1))] * 4, weights=None, out=None),  # type: ignore[arg-type]
+        lambda: rig.state.run_layer(0, np.zeros((2, 1)), weights=None, out=None),  # type: ignore[arg-type]
     ):
         with pytest.raises(AssertionError):
             illegal()
@@ -227,8 +282,8 @@ def test_a_step_settles_only_when_every_layer_ran() -> None:
 
 
 def test_bytes_are_those_of_the_buffers() -> None:
-    """The size known from the spec is the size that is allocated: per layer a state, a conv row and two banks."""
+    """The size known from the spec is the size that is allocated: per layer a state and rings."""
     rig = Rig()
-    # float32 numbers per layer: state 1, conv 3; a bank row has x 3, k 1, decay 1, d 1
-    assert state_bytes(rig.spec, MAX_ROWS) == len(LAYERS) * 4 * (1 + 3 + 2 * MAX_ROWS * 6)
+    # float32 numbers per layer: state 1; a slot of the rings has x 3, k 1, decay 1, d 1
+    assert state_bytes(rig.spec, MAX_ROWS) == len(LAYERS) * 4 * (1 + SLOTS * 6)
     assert state_bytes(rig.spec, MAX_ROWS) == sum(buffer.nbytes for buffer in rig.allocated)

@@ -9,7 +9,7 @@ import numpy as np
 from kvs_core.device.host.ops import attention, kv_codec, kv_write
 from kvs_core.paging.geometry import KvType, PageGeometry
 from kvs_core.paging.schedule import Run
-from kvs_core.paging.spans import SCRATCH_GROUPS, Chunk, PageRef, RowSpan, SpanPlan, plan_decode_calls
+from kvs_core.paging.spans import LEAST_SCRATCH_GROUPS, Chunk, LayerPlan, RowSpan, plan_layer
 
 POISON = 0xFF   # NaN in every format that has one
 
@@ -80,22 +80,21 @@ def _stored(kv_type: KvType, rows: np.ndarray) -> np.ndarray:
     return out.astype(np.float64)
 
 
-def plain_plan(pages: int) -> SpanPlan:
+def plain_plan(pages: int) -> LayerPlan:
     """All pages resident, page p in slot p."""
-    return SpanPlan((Chunk(tuple(PageRef(page, page) for page in range(pages))),), pages)
+    return plan_layer(range(pages), [Chunk(range(pages))], scratch_groups=LEAST_SCRATCH_GROUPS)
 
 
 class Slots:
     """A pool in which only resident pages, and the run being read, hold anything but poison."""
 
-    def __init__(self, pages: np.ndarray, plan: SpanPlan, spare: int = 0) -> None:
-        slots = 1 + max(ref.slot for chunk in plan.chunks for ref in chunk.pages)
-        self.pool = np.full((slots + spare, pages.shape[1]), POISON, np.uint8)
+    def __init__(self, pages: np.ndarray, plan: LayerPlan, spare: int = 0) -> None:
+        self.pool = np.full((1 + max(plan.slots) + spare, pages.shape[1]), POISON, np.uint8)
         self._pages = pages
         for chunk in plan.chunks:
             if chunk.run is None:
-                for ref in chunk.pages:
-                    self.pool[ref.slot] = pages[ref.page]
+                for page in chunk.pages:
+                    self.pool[plan.slots[page]] = pages[page]
 
     def arrive(self, run: Run | None) -> None:
         if run is not None:
@@ -107,23 +106,25 @@ class Slots:
 
 
 def decode(
-    geometry: PageGeometry, pages: np.ndarray, q: np.ndarray, first_position: int, plan: SpanPlan | None = None,
+    geometry: PageGeometry, pages: np.ndarray, q: np.ndarray, first_position: int, plan: LayerPlan | None = None,
     *, spare: int = 0, round_q: bool = False,
 ) -> np.ndarray:
     """Decode attention as a layer runs it, in scratch that holds NaN before: float32 [T, H, Dv]."""
     plan = plan or plain_plan(len(pages))
     slots = Slots(pages, plan, spare)
     width = (*q.shape[:2], geometry.v_dim + 2)
-    scratch = np.full((SCRATCH_GROUPS, *width), np.nan, np.float32)
+    rows = 1 + max(part.scratch_row for call in plan.calls for part in call.parts)
+    scratch = np.full((rows, *width), np.nan, np.float32)
     segments = np.full((plan.segments, *width), np.nan, np.float32)
-    for call in plan_decode_calls(plan):
+    for call in plan.calls:
         slots.arrive(call.run)
         attention.attend_decode(
-            q, slots.pool, geometry, call.parts, scratch, first_position=first_position, round_q=round_q
+            q, slots.pool, geometry, call.parts, plan.slots, scratch, first_position=first_position, round_q=round_q
         )
         attention.fold(scratch, segments, call.folds)
         if call.last:
             slots.leave(call.run)
+    attention.fold(scratch, segments, plan.last_folds)
     out = np.full((*q.shape[:2], geometry.v_dim), np.nan, np.float32)
     attention.finish_decode(segments, plan.segments, out)
     return out
@@ -131,16 +132,16 @@ def decode(
 
 def prefill(
     geometry: PageGeometry, pages: np.ndarray, q: np.ndarray, first_position: int,
-    calls: Sequence[Sequence[PageRef]] | None = None, *, round_q: bool = False,
+    calls: Sequence[range] | None = None, slots: Sequence[int] | None = None, *, round_q: bool = False,
 ) -> np.ndarray:
     """Prefill attention over the pages, in these calls: float32 [T, H, Dv]."""
-    calls = calls or [[PageRef(page, page) for page in range(len(pages))]]
-    plan = SpanPlan(tuple(Chunk(tuple(call)) for call in calls), len(pages))
-    pool = Slots(pages, plan).pool
+    calls = calls or [range(len(pages))]
+    slots = slots or range(len(pages))
+    pool = Slots(pages, LayerPlan(tuple(slots), tuple(Chunk(call) for call in calls))).pool
     running = np.full((*q.shape[:2], geometry.v_dim + 2), np.nan, np.float32)
     for number, call in enumerate(calls):
         attention.attend_prefill(
-            q, pool, geometry, call, running, fresh=number == 0, first_position=first_position, round_q=round_q
+            q, pool, geometry, call, slots, running, fresh=number == 0, first_position=first_position, round_q=round_q
         )
     out = np.full((*q.shape[:2], geometry.v_dim), np.nan, np.float32)
     attention.finish_prefill(running, out)

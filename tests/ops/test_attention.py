@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvs_core.device.host.ops import attention, kv_codec
 from kvs_core.paging.geometry import GROUP_PAGES, SEGMENT_GROUPS, KvType
 from kvs_core.paging.schedule import Run
-from kvs_core.paging.spans import Chunk, PageRef, SpanPlan
+from kvs_core.paging.spans import LEAST_SCRATCH_GROUPS, Chunk, LayerPlan, plan_layer
 from tests.ops.paged import POISON, Context, decode, geometry_of, prefill
 
 SEGMENT_TOKENS = 32 * GROUP_PAGES * SEGMENT_GROUPS
@@ -37,21 +37,22 @@ def _cut(draw: st.DrawFn, start: int, end: int) -> list[range]:
 
 
 @st.composite
-def span_plans(draw: st.DrawFn, pages: int) -> SpanPlan:
+def layer_plans(draw: st.DrawFn, pages: int) -> LayerPlan:
     """Any plan of so many pages: older groups streamed in any runs through a ring, or none; the rest in any slots."""
     groups = -(-pages // GROUP_PAGES)
     first = draw(st.sampled_from([0, GROUP_PAGES])) if groups > 2 else 0   # the first group may stay resident
     cut = max(first, draw(st.integers(0, groups - 1)) * GROUP_PAGES)
     runs = _cut(draw, first, cut)
     ring = max(map(len, runs), default=0) + draw(st.integers(0, 3))
-    resident = draw(st.permutations(range(ring, ring + pages + 3)))
-    chunks = [Chunk(tuple(PageRef(page, resident[page]) for page in part)) for part in _cut(draw, 0, first)]
-    for pages_of_run in runs:
-        slot = draw(st.integers(0, ring - len(pages_of_run)))
-        run = Run(0, pages_of_run.start, len(pages_of_run), slot)
-        chunks.append(Chunk(tuple(map(PageRef, pages_of_run, run.slots)), run))
-    chunks += [Chunk(tuple(PageRef(page, resident[page]) for page in part)) for part in _cut(draw, cut, pages)]
-    return SpanPlan(tuple(chunks), pages)
+    slots = list(draw(st.permutations(range(ring, ring + pages + 3))))[:pages]
+    chunks = [Chunk(part) for part in _cut(draw, 0, first)]
+    for part in runs:
+        run = Run(0, part.start, len(part), draw(st.integers(0, ring - len(part))))
+        slots[part.start : part.stop] = run.slots
+        chunks.append(Chunk(part, run))
+    chunks += [Chunk(part) for part in _cut(draw, cut, pages)]
+    scratch_groups = draw(st.sampled_from([1, 2, 3])) * LEAST_SCRATCH_GROUPS
+    return plan_layer(slots, chunks, scratch_groups=scratch_groups)
 
 
 @pytest.mark.parametrize(("k_type", "v_type"), PAIRS)
@@ -106,7 +107,7 @@ def test_placing_and_splitting_do_not_matter(data: st.DataObject, tokens: int, r
     rows = min(rows, tokens)
     context = Context(geometry_of(k_dim=32, k_type=KvType.Q4_0, v_type=KvType.F16), tokens, seed=seed)
     pages, q, first = context.pages(), context.q(rows), tokens - rows
-    plan = data.draw(span_plans(len(pages)))
+    plan = data.draw(layer_plans(len(pages)))
     _same_bits(decode(context.geometry, pages, q, first, plan, spare=2), decode(context.geometry, pages, q, first))
 
 
@@ -115,7 +116,7 @@ def test_placing_and_splitting_do_not_matter_in_segments(data: st.DataObject, to
     """The same over two and three segments."""
     context = Context(geometry_of(kv_heads=1, k_dim=32), tokens, rep=1)
     pages, q = context.pages(), context.q(2)
-    plan = data.draw(span_plans(len(pages)))
+    plan = data.draw(layer_plans(len(pages)))
     _same_bits(
         decode(context.geometry, pages, q, tokens - 2, plan), decode(context.geometry, pages, q, tokens - 2)
     )
@@ -175,9 +176,9 @@ def test_prefill_does_not_see_the_calls(data: st.DataObject, tokens: int, rows: 
     context = Context(geometry_of(k_dim=32), tokens, seed=seed)
     pages, q = context.pages(), context.q(rows)
     slots = data.draw(st.permutations(range(len(pages) + 2)))
-    calls = [[PageRef(page, slots[page]) for page in part] for part in _cut(data.draw, 0, len(pages))]
+    calls = _cut(data.draw, 0, len(pages))
     at_once = prefill(context.geometry, pages, q, tokens - rows)
-    _same_bits(prefill(context.geometry, pages, q, tokens - rows, calls), at_once)
+    _same_bits(prefill(context.geometry, pages, q, tokens - rows, calls, slots[: len(pages)]), at_once)
     np.testing.assert_allclose(at_once, context.expected(q), **CLOSE)
 
 
@@ -188,7 +189,7 @@ def test_prefill_of_many_rows(tokens: int, rows: int) -> None:
     pages, q = context.pages(), context.q(rows)
     many = prefill(context.geometry, pages, q, tokens - rows)
     np.testing.assert_allclose(many, context.expected(q), **CLOSE)
-    calls = [[PageRef(page, page)] for page in range(len(pages))]
+    calls = [range(page, page + 1) for page in range(len(pages))]
     _same_bits(prefill(context.geometry, pages, q, tokens - rows, calls), many)
 
 

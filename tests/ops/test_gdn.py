@@ -1,7 +1,5 @@
 """Gated DeltaNet: the rows' own formula, what a step saves and applies later, and the chunked form."""
 
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -20,23 +18,18 @@ SHAPES = (
 SEEDS = st.integers(0, 2**32 - 1)
 
 
-@dataclass
 class Rows:
-    """Inputs of T rows, as the projections give them."""
+    """Projected rows y [T, columns] and windows on their parts."""
 
-    qkv: np.ndarray
-    z: np.ndarray
-    alpha: np.ndarray
-    beta: np.ndarray
-
-    def part(self, first: int, end: int) -> tuple[np.ndarray, ...]:
-        return tuple(values[first:end] for values in (self.qkv, self.z, self.alpha, self.beta))
+    def __init__(self, y: np.ndarray, shape: GdnShape) -> None:
+        self.y = y
+        ends = np.cumsum([shape.conv_channels, shape.inner, shape.v_heads])
+        self.qkv, self.z, self.beta, self.alpha = np.split(y, ends, axis=1)
 
 
 def _rows(shape: GdnShape, n: int, seed: int) -> Rows:
     rng = np.random.default_rng(seed)
-    sizes = (shape.conv_channels, shape.v_heads * shape.d_v, shape.v_heads, shape.v_heads)
-    return Rows(*((rng.normal(size=(n, size)) * 1.5).astype(np.float32) for size in sizes))
+    return Rows((rng.normal(size=(n, shape.columns)) * 1.5).astype(np.float32), shape)
 
 
 def _weights(shape: GdnShape, seed: int, *, decay: float = 0.3) -> GdnWeights:
@@ -51,27 +44,45 @@ def _weights(shape: GdnShape, seed: int, *, decay: float = 0.3) -> GdnWeights:
 
 
 def _state(shape: GdnShape, seed: int | None = None) -> GdnState:
-    """Fresh, or in the middle of something; the banks hold NaN until they are written."""
-    rng = np.random.default_rng(seed)
-    grain = 0.0 if seed is None else 0.3
-    return GdnState(
-        state=(grain * rng.normal(size=(shape.v_heads, shape.d_k, shape.d_v))).astype(np.float32),
-        conv=(grain * rng.normal(size=(shape.conv_taps - 1, shape.conv_channels))).astype(np.float32),
-        bank_x=np.full((2, MAX_ROWS, shape.conv_channels), np.nan, np.float32),
-        bank_k=np.full((2, MAX_ROWS, shape.k_heads, shape.d_k), np.nan, np.float32),
-        bank_decay=np.full((2, MAX_ROWS, shape.v_heads), np.nan, np.float32),
-        bank_d=np.full((2, MAX_ROWS, shape.v_heads, shape.d_v), np.nan, np.float32),
+    """Fresh, or in the middle of something at ``_start(seed)``; slots hold NaN until they are written."""
+    slots = shape.ring_rows(MAX_ROWS)
+    state = GdnState(
+        state=np.zeros((shape.v_heads, shape.d_k, shape.d_v), np.float32),
+        ring_x=np.full((slots, shape.conv_channels), np.nan, np.float32),
+        ring_k=np.full((slots, shape.k_heads, shape.d_k), np.nan, np.float32),
+        ring_decay=np.full((slots, shape.v_heads), np.nan, np.float32),
+        ring_d=np.full((slots, shape.v_heads, shape.d_v), np.nan, np.float32),
     )
+    before = _before(shape, _start(seed))
+    state.ring_x[before] = 0
+    if seed is not None:
+        rng = np.random.default_rng(seed)
+        state.state[:] = 0.3 * rng.normal(size=state.state.shape)
+        state.ring_x[before] = 0.3 * rng.normal(size=(len(before), shape.conv_channels))
+    return state
 
 
-def _bits(state: GdnState) -> bytes:
-    return state.state.tobytes() + state.conv.tobytes()
+def _start(seed: int | None) -> int:
+    """Position of the first row after ``_state(shape, seed)``."""
+    return 0 if seed is None else seed % 1000
 
 
-def _oracle(rows: Rows, weights: GdnWeights, shape: GdnShape, state: GdnState) -> tuple[np.ndarray, np.ndarray]:
+def _before(shape: GdnShape, position: int) -> np.ndarray:
+    """Slots of the inputs that a convolution at ``position`` reads besides its own."""
+    return np.arange(position - shape.conv_taps + 1, position) % shape.ring_rows(MAX_ROWS)
+
+
+def _bits(shape: GdnShape, state: GdnState, position: int) -> bytes:
+    """What counts of a state with nothing pending."""
+    return state.state.tobytes() + state.ring_x[_before(shape, position)].tobytes()
+
+
+def _oracle(
+    rows: Rows, weights: GdnWeights, shape: GdnShape, state: GdnState, position: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Outputs [T, v_heads * d_v] and final state by the textbook, head by head, in float64."""
     s = state.state.astype(np.float64)
-    before = state.conv.astype(np.float64)
+    before = state.ring_x[_before(shape, position)].astype(np.float64)
     inputs = np.concatenate([before, rows.qkv.astype(np.float64)])
     keys = shape.k_heads * shape.d_k
     outs = []
@@ -100,16 +111,16 @@ def _oracle(rows: Rows, weights: GdnWeights, shape: GdnShape, state: GdnState) -
 
 
 def _decode(
-    rows: Rows, first: int, end: int, weights: GdnWeights, shape: GdnShape, state: GdnState, *, bank: int, pending: int
+    y: np.ndarray, weights: GdnWeights, shape: GdnShape, state: GdnState, *, position: int, pending: int
 ) -> np.ndarray:
-    out = np.full((end - first, shape.v_heads * shape.d_v), np.nan, np.float32)
-    gdn.gdn_decode(*rows.part(first, end), weights, shape, state, out, bank=bank, pending=pending)
+    out = np.full((len(y), shape.inner), np.nan, np.float32)
+    gdn.gdn_decode(y, weights, shape, state, out, position=position, pending=pending)
     return out
 
 
-def _prefill(rows: Rows, weights: GdnWeights, shape: GdnShape, state: GdnState) -> np.ndarray:
-    out = np.full(rows.z.shape, np.nan, np.float32)
-    gdn.gdn_prefill(*rows.part(0, len(rows.z)), weights, shape, state, out)
+def _prefill(y: np.ndarray, weights: GdnWeights, shape: GdnShape, state: GdnState, position: int) -> np.ndarray:
+    out = np.full((len(y), shape.inner), np.nan, np.float32)
+    gdn.gdn_prefill(y, weights, shape, state, out, position=position)
     return out
 
 
@@ -119,18 +130,18 @@ def _assert_close(ours: np.ndarray, exact: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("seed", [0, 1])
-def test_decode_follows_the_delta_rule(shape: GdnShape, seed: int) -> None:
+@pytest.mark.parametrize("seed", [None, 0, 1, 14])
+def test_decode_follows_the_delta_rule(shape: GdnShape, seed: int | None) -> None:
     """Outputs of 8 rows, and the state once they are applied, are those of the float64 recurrence."""
-    rows, weights, state = _rows(shape, 8, seed), _weights(shape, seed), _state(shape, seed)
-    exact_out, exact_state = _oracle(rows, weights, shape, state)
-    before = _bits(state)
-    out = _decode(rows, 0, 8, weights, shape, state, bank=1, pending=0)
-    assert _bits(state) == before
+    rows, weights, state, at = _rows(shape, 8, 1), _weights(shape, 1), _state(shape, seed), _start(seed)
+    exact_out, exact_state = _oracle(rows, weights, shape, state, at)
+    before = _bits(shape, state, at)
+    out = _decode(rows.y, weights, shape, state, position=at, pending=0)
+    assert _bits(shape, state, at) == before
     _assert_close(out, exact_out)
-    gdn.gdn_apply(shape, state, bank=0, pending=8)
+    gdn.gdn_apply(shape, state, position=at + 8, pending=8)
     _assert_close(state.state, exact_state)
-    assert np.array_equal(state.conv, rows.qkv[8 - (shape.conv_taps - 1) :])
+    assert np.array_equal(state.ring_x[_before(shape, at + 8)], rows.qkv[8 - (shape.conv_taps - 1) :])
 
 
 @settings(max_examples=40, deadline=None)
@@ -138,15 +149,16 @@ def test_decode_follows_the_delta_rule(shape: GdnShape, seed: int) -> None:
 def test_rows_in_one_step_are_rows_one_by_one_bit_for_bit(shape: GdnShape, widths: list[int], seed: int) -> None:
     """Any split of a sequence into steps gives the same outputs and, in the end, the same state."""
     n = sum(widths)
-    rows, weights = _rows(shape, n, seed), _weights(shape, seed)
+    rows, weights, start = _rows(shape, n, seed), _weights(shape, seed), _start(seed)
     results = []
     for steps in (widths, [1] * n):
-        state, outs, at, bank, pending = _state(shape, seed), [], 0, 0, 0
+        state, outs, at, pending = _state(shape, seed), [], 0, 0
         for width in steps:
-            outs.append(_decode(rows, at, at + width, weights, shape, state, bank=bank, pending=pending))
-            at, bank, pending = at + width, 1 - bank, width
-        gdn.gdn_apply(shape, state, bank=bank, pending=pending)
-        results.append(np.concatenate(outs).tobytes() + _bits(state))
+            part = rows.y[at : at + width]
+            outs.append(_decode(part, weights, shape, state, position=start + at, pending=pending))
+            at, pending = at + width, width
+        gdn.gdn_apply(shape, state, position=start + n, pending=pending)
+        results.append(np.concatenate(outs).tobytes() + _bits(shape, state, start + n))
     assert results[0] == results[1]
 
 
@@ -155,19 +167,19 @@ def test_rows_in_one_step_are_rows_one_by_one_bit_for_bit(shape: GdnShape, width
 def test_rows_taken_back_leave_no_trace(shape: GdnShape, n: int, keep: int, seed: int) -> None:
     """The first k of n rows applied, by ``gdn_apply`` or by the next step, is a run that had only those k."""
     keep = min(keep, n)
-    rows, weights = _rows(shape, n, seed), _weights(shape, seed)
-    after, after_weights = _rows(shape, 2, seed + 1), weights
+    rows, weights, after, start = _rows(shape, n, seed), _weights(shape, seed), _rows(shape, 2, seed + 1), _start(seed)
+    end = start + keep
     verified, next_step, alone = _state(shape, seed), _state(shape, seed), _state(shape, seed)
-    _decode(rows, 0, n, weights, shape, verified, bank=1, pending=0)
-    _decode(rows, 0, n, weights, shape, next_step, bank=1, pending=0)
-    gdn.gdn_apply(shape, verified, bank=0, pending=keep)
+    _decode(rows.y, weights, shape, verified, position=start, pending=0)
+    _decode(rows.y, weights, shape, next_step, position=start, pending=0)
+    gdn.gdn_apply(shape, verified, position=end, pending=keep)
     for row in range(keep):
-        _decode(rows, row, row + 1, weights, shape, alone, bank=1, pending=0)
-        gdn.gdn_apply(shape, alone, bank=0, pending=1)
-    assert _bits(verified) == _bits(alone)
-    out = _decode(after, 0, 2, after_weights, shape, next_step, bank=0, pending=keep)
-    assert _bits(next_step) == _bits(alone)
-    assert out.tobytes() == _decode(after, 0, 2, after_weights, shape, alone, bank=0, pending=0).tobytes()
+        _decode(rows.y[row : row + 1], weights, shape, alone, position=start + row, pending=0)
+        gdn.gdn_apply(shape, alone, position=start + row + 1, pending=1)
+    assert _bits(shape, verified, end) == _bits(shape, alone, end)
+    out = _decode(after.y, weights, shape, next_step, position=end, pending=keep)
+    assert _bits(shape, next_step, end) == _bits(shape, alone, end)
+    assert out.tobytes() == _decode(after.y, weights, shape, alone, position=end, pending=0).tobytes()
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -175,13 +187,13 @@ def test_rows_taken_back_leave_no_trace(shape: GdnShape, n: int, keep: int, seed
 @pytest.mark.parametrize("decay", [0.0, 0.3, 30.0])
 def test_prefill_follows_the_delta_rule(shape: GdnShape, n: int, decay: float) -> None:
     """Whole chunks and any remainder, with decays from none to a state that is gone after one row."""
-    rows, weights, state = _rows(shape, n, n), _weights(shape, n, decay=decay), _state(shape, n)
-    conv = np.concatenate([state.conv, rows.qkv])[-(shape.conv_taps - 1) :]
-    exact_out, exact_state = _oracle(rows, weights, shape, state)
-    out = _prefill(rows, weights, shape, state)
+    rows, weights, state, at = _rows(shape, n, n), _weights(shape, n, decay=decay), _state(shape, n), _start(n)
+    inputs = np.concatenate([state.ring_x[_before(shape, at)], rows.qkv])[-(shape.conv_taps - 1) :]
+    exact_out, exact_state = _oracle(rows, weights, shape, state, at)
+    out = _prefill(rows.y, weights, shape, state, at)
     _assert_close(out, exact_out)
     _assert_close(state.state, exact_state)
-    assert np.array_equal(state.conv, conv)
+    assert np.array_equal(state.ring_x[_before(shape, at + n)], inputs)
 
 
 def test_prefill_holds_where_keys_repeat() -> None:
@@ -190,8 +202,8 @@ def test_prefill_holds_where_keys_repeat() -> None:
     rows, weights, state = _rows(shape, 128, 3), _weights(shape, 3, decay=1e-4), _state(shape)
     rows.qkv[:, : 2 * shape.d_k] = rows.qkv[0, : 2 * shape.d_k]
     rows.beta[:] = 20.0
-    exact_out, exact_state = _oracle(rows, weights, shape, state)
-    out = _prefill(rows, weights, shape, state)
+    exact_out, exact_state = _oracle(rows, weights, shape, state, 0)
+    out = _prefill(rows.y, weights, shape, state, 0)
     _assert_close(state.state, exact_state)
     np.testing.assert_allclose(out, exact_out, rtol=1e-4, atol=1e-4 * np.abs(exact_out).max())
 
@@ -201,8 +213,8 @@ def test_prefill_keeps_slow_decay_apart_after_a_fast_one() -> None:
     shape = SHAPES[0]
     rows, weights, state = _rows(shape, 64, 4), _weights(shape, 4, decay=5.0), _state(shape, 4)
     rows.alpha[:8], rows.alpha[8:] = 200.0, -5.0
-    exact_out, exact_state = _oracle(rows, weights, shape, state)
-    _assert_close(_prefill(rows, weights, shape, state), exact_out)
+    exact_out, exact_state = _oracle(rows, weights, shape, state, _start(4))
+    _assert_close(_prefill(rows.y, weights, shape, state, _start(4)), exact_out)
     _assert_close(state.state, exact_state)
 
 
@@ -210,14 +222,10 @@ def test_a_prefill_in_parts_goes_on_where_it_stopped() -> None:
     """Two ubatches and then decode rows: one sequence."""
     shape = SHAPES[0]
     rows, weights, state = _rows(shape, 100, 5), _weights(shape, 5), _state(shape)
-    exact_out, exact_state = _oracle(rows, weights, shape, state)
-    outs = []
-    for first, end in ((0, 37), (37, 95)):
-        out = np.empty((end - first, rows.z.shape[1]), np.float32)
-        gdn.gdn_prefill(*rows.part(first, end), weights, shape, state, out)
-        outs.append(out)
-    outs.append(_decode(rows, 95, 100, weights, shape, state, bank=0, pending=0))
-    gdn.gdn_apply(shape, state, bank=1, pending=5)
+    exact_out, exact_state = _oracle(rows, weights, shape, state, 0)
+    outs = [_prefill(rows.y[first:end], weights, shape, state, first) for first, end in ((0, 37), (37, 39), (39, 95))]
+    outs.append(_decode(rows.y[95:], weights, shape, state, position=95, pending=0))
+    gdn.gdn_apply(shape, state, position=100, pending=5)
     _assert_close(np.concatenate(outs), exact_out)
     _assert_close(state.state, exact_state)
 
@@ -231,9 +239,9 @@ def test_extreme_gates_give_finite_numbers() -> None:
     rows.beta[::3], rows.beta[1::3] = 1e4, -1e4
     rows.z[::2] = -1e4
     state = _state(shape)
-    out = _prefill(rows, weights, shape, state)
+    out = _prefill(rows.y, weights, shape, state, 0)
     assert np.isfinite(out).all()
-    out = _decode(rows, 0, 8, weights, shape, state, bank=0, pending=0)
-    gdn.gdn_apply(shape, state, bank=1, pending=8)
+    out = _decode(rows.y[:8], weights, shape, state, position=70, pending=0)
+    gdn.gdn_apply(shape, state, position=78, pending=8)
     assert np.isfinite(out).all()
     assert np.isfinite(state.state).all()

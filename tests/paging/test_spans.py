@@ -1,68 +1,67 @@
-"""Span plans cover a layer once and refuse anything else; decode calls fold in an order that positions alone decide."""
+"""Layer plans cover a layer once and refuse anything else; calls fold in an order that positions alone decide."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from itertools import count, pairwise
+from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvs_core.paging.geometry import GROUP_PAGES, SEGMENT_GROUPS
-from kvs_core.paging.schedule import Run, plan_schedule
-from kvs_core.paging.spans import SCRATCH_GROUPS, AttendCall, Chunk, PageRef, SpanPlan, plan_decode_calls, row_spans
+from kvs_core.paging.schedule import plan_schedule
+from kvs_core.paging.spans import LEAST_SCRATCH_GROUPS, Chunk, Fold, LayerPlan, plan_layer, row_spans
 from kvs_core.units import ceil_div
 
 SEGMENT_PAGES = SEGMENT_GROUPS * GROUP_PAGES
 RING = 24
 
 
-def streamed_chunk(run: Run) -> Chunk:
-    return Chunk(tuple(PageRef(run.first_page + i, run.first_slot + i) for i in range(run.pages)), run)
-
-
 @st.composite
-def plans(draw: st.DrawFn, max_pages: int = 4 * SEGMENT_PAGES) -> SpanPlan:
+def plans(draw: st.DrawFn, max_pages: int = 4 * SEGMENT_PAGES) -> LayerPlan:
     """A streamed head in runs of any length, sometimes a resident group before it, and the resident rest."""
     pages = draw(st.integers(1, max_pages))
     cut = draw(st.integers(0, (pages - 1) // GROUP_PAGES)) * GROUP_PAGES
     first = draw(st.sampled_from([0, GROUP_PAGES])) if cut > GROUP_PAGES else 0
-    resident = count(RING)
-    chunks = []
-    if first:
-        chunks.append(Chunk(tuple(PageRef(page, next(resident)) for page in range(first))))
-    length = draw(st.integers(1, RING))
-    for run in plan_schedule([range(first, cut)], ring_slots=RING, run_pages=length).runs:
-        chunks.append(streamed_chunk(run))
-    chunks.append(Chunk(tuple(PageRef(page, next(resident)) for page in range(cut, pages))))
-    return SpanPlan(tuple(chunks), pages)
+    runs = plan_schedule([range(first, cut)], ring_slots=RING, run_pages=draw(st.integers(1, RING))).runs
+    slots = list(range(RING, RING + pages))
+    chunks = [Chunk(range(first))] if first else []
+    for run in runs:
+        slots[run.first_page : run.end_page] = run.slots
+        chunks.append(Chunk(run.page_range, run))
+    chunks.append(Chunk(range(cut, pages)))
+    return plan_layer(slots, chunks, scratch_groups=draw(st.sampled_from([1, 2, 4])) * LEAST_SCRATCH_GROUPS)
 
 
-def symbolic(calls: list[AttendCall]) -> dict[int, list[list[int]]]:
+def symbolic(plan: LayerPlan) -> dict[int, list[list[int]]]:
     """Run the calls on lists: per segment the groups folded into it, each the pages added to it in order.
 
     Checks on the way that a scratch row is fresh when it starts, never stale when it is resumed or folded.
     """
     rows: dict[int, list[int]] = {}
     segments: dict[int, list[list[int]]] = {}
-    for call in calls:
+
+    def fold_all(folds: Sequence[Fold]) -> None:
+        for fold in folds:
+            group = rows.pop(fold.scratch_row)
+            assert fold.fresh == (fold.segment not in segments)
+            segments.setdefault(fold.segment, []).append(group)
+
+    for call in plan.calls:
         for part in call.parts:
             if part.fresh:
                 assert part.scratch_row not in rows, "a row that is alive is started again"
                 rows[part.scratch_row] = []
-            rows[part.scratch_row] += [ref.page for ref in part.pages]
-        assert len(rows) <= SCRATCH_GROUPS
-        for fold in call.folds:
-            group = rows.pop(fold.scratch_row)
-            assert fold.fresh == (fold.segment not in segments)
-            segments.setdefault(fold.segment, []).append(group)
+            rows[part.scratch_row] += part.pages
+        fold_all(call.folds)
+    fold_all(plan.last_folds)
     assert not rows, "partials left over"
     return segments
 
 
 @given(plans())
-def test_any_chunking_folds_alike(plan: SpanPlan) -> None:
+def test_any_chunking_folds_alike(plan: LayerPlan) -> None:
     """Pages are added to groups, groups to segments, segments to the end, all in order, whatever is read when."""
     expected = {
         segment: [
@@ -71,71 +70,76 @@ def test_any_chunking_folds_alike(plan: SpanPlan) -> None:
         ]
         for segment in range(ceil_div(plan.pages, SEGMENT_PAGES))
     }
-    assert symbolic(plan_decode_calls(plan)) == expected
+    assert symbolic(plan) == expected
     assert plan.segments == len(expected)
 
 
 @given(plans())
-def test_resident_pages_come_first_then_runs_in_order(plan: SpanPlan) -> None:
+def test_resident_pages_come_first_then_runs_in_order(plan: LayerPlan) -> None:
     """Nothing waits for a copy before all that is there has been read; runs are read as they are scheduled."""
-    calls = plan_decode_calls(plan)
-    streamed = [call.run is not None for call in calls]
+    streamed = [call.run is not None for call in plan.calls]
     assert streamed == sorted(streamed)
-    runs = [call.run for call in calls if call.run is not None]
+    runs = [call.run for call in plan.calls if call.run is not None]
     assert [run for before, run in pairwise([None, *runs]) if run != before] == [
         chunk.run for chunk in plan.chunks if chunk.run is not None
     ]
-    read = [ref for call in calls for part in call.parts for ref in part.pages]
-    assert sorted(read, key=lambda ref: ref.page) == [ref for chunk in plan.chunks for ref in chunk.pages]
+    read = [page for call in plan.calls for part in call.parts for page in part.pages]
+    assert sorted(read) == list(range(plan.pages))
 
 
 @given(plans())
-def test_a_run_is_waited_for_once_and_released_once(plan: SpanPlan) -> None:
+def test_a_run_is_waited_for_once_and_released_once(plan: LayerPlan) -> None:
     """Of the calls that read a run the first says first and the last says last, no other does."""
-    by_run: dict[object, list[AttendCall]] = {}
-    for call in plan_decode_calls(plan):
-        if call.run is not None:
-            by_run.setdefault(call.run, []).append(call)
-    for run, calls in by_run.items():
-        assert [call.first for call in calls] == [True] + [False] * (len(calls) - 1)
-        assert [call.last for call in calls] == [False] * (len(calls) - 1) + [True]
-        assert [ref.slot for call in calls for part in call.parts for ref in part.pages] == list(run.slots)  # type: ignore[attr-defined]
+    for chunk in plan.chunks:
+        if chunk.run is not None:
+            calls = [call for call in plan.calls if call.run == chunk.run]
+            assert [call.first for call in calls] == [True] + [False] * (len(calls) - 1)
+            assert [call.last for call in calls] == [False] * (len(calls) - 1) + [True]
+            assert [page for call in calls for part in call.parts for page in part.pages] == list(chunk.pages)
 
 
 @given(plans())
-def test_a_call_stays_within_a_segment_and_its_rows_are_distinct(plan: SpanPlan) -> None:
-    """One launch needs at most a segment of scratch rows, one for each of its groups."""
-    for call in plan_decode_calls(plan):
-        rows = [part.scratch_row for part in call.parts]
-        assert 1 <= len(set(rows)) == len(rows) <= SEGMENT_GROUPS
-        pages = [ref.page for part in call.parts for ref in part.pages]
-        assert len({page // SEGMENT_PAGES for page in pages}) == 1
-        assert all(len({ref.page // GROUP_PAGES for ref in part.pages}) == 1 for part in call.parts)
+def test_scratch_is_never_short(plan: LayerPlan) -> None:
+    """However little scratch is given, no more rows are alive than it holds; a call's rows are distinct."""
+    for groups in (LEAST_SCRATCH_GROUPS, 3 * LEAST_SCRATCH_GROUPS):
+        again = plan_layer(plan.slots, plan.chunks, scratch_groups=groups)
+        used = [part.scratch_row for call in again.calls for part in call.parts]
+        assert max(used) < groups
+        for call in again.calls:
+            rows = [part.scratch_row for part in call.parts]
+            assert len(set(rows)) == len(rows) >= 1
+            assert all(len({page // GROUP_PAGES for page in part.pages}) == 1 for part in call.parts)
 
 
-@given(plans(max_pages=SCRATCH_GROUPS * GROUP_PAGES))
-def test_a_short_context_needs_no_more_scratch_than_groups(plan: SpanPlan) -> None:
-    """A workspace with a scratch row per group is enough where there are few."""
-    rows = {part.scratch_row for call in plan_decode_calls(plan) for part in call.parts}
-    assert max(rows) < ceil_div(plan.pages, GROUP_PAGES)
+@given(plans(max_pages=LEAST_SCRATCH_GROUPS * GROUP_PAGES))
+def test_a_row_for_every_group_defers_all_folds(plan: LayerPlan) -> None:
+    """Where the scratch holds every group a chunk is one call, and all is folded at the end."""
+    groups = ceil_div(plan.pages, GROUP_PAGES)
+    roomy = plan_layer(plan.slots, plan.chunks, scratch_groups=groups)
+    assert len(roomy.calls) == len(roomy.chunks)
+    assert not any(call.folds for call in roomy.calls)
+    assert len(roomy.last_folds) == groups
+    assert max(part.scratch_row for call in roomy.calls for part in call.parts) < groups
 
 
-def test_scratch_holds_the_worst_cut() -> None:
-    """Fifteen groups wait for the oldest of their segment while a run brings as many others as a slab allows."""
-    streamed = range(SEGMENT_PAGES + GROUP_PAGES)
-    runs = plan_schedule([streamed], ring_slots=64, run_pages=64).runs
-    chunks = [streamed_chunk(run) for run in runs]
-    last = 2 * SEGMENT_PAGES
-    chunks.append(Chunk(tuple(PageRef(page, 64 + page) for page in range(streamed.stop, last))))
-    rows = {part.scratch_row for call in plan_decode_calls(SpanPlan(tuple(chunks), last)) for part in call.parts}
-    longest = max(run.pages for run in runs if run.end_page <= SEGMENT_PAGES)
-    assert len(rows) == SEGMENT_GROUPS - 1 + longest // GROUP_PAGES <= SCRATCH_GROUPS
+def test_shape_is_what_a_new_page_does_not_change() -> None:
+    """A page more leaves the calls and their runs; another run, or a fold more, does not."""
+    runs = plan_schedule([range(8)], ring_slots=8, run_pages=4).runs
+    chunks = [Chunk(run.page_range, run) for run in runs]
+
+    def shape(pages: int) -> object:
+        slots = [*(slot for run in runs for slot in run.slots), *range(8, pages)]
+        return plan_layer(slots, [*chunks, Chunk(range(8, pages))], scratch_groups=LEAST_SCRATCH_GROUPS).shape
+
+    assert shape(9) == shape(10) == shape(SEGMENT_PAGES)
+    assert shape(9) != shape(4 * SEGMENT_PAGES)
+    assert shape(9) != plan_layer(range(9), [Chunk(range(9))], scratch_groups=LEAST_SCRATCH_GROUPS).shape
 
 
 @given(st.integers(0, 2000), st.integers(1, 300), st.sampled_from([32, 64, 256]))
 def test_rows_go_to_their_pages(first: int, rows: int, page_tokens: int) -> None:
     """Every row of a step to the slot of its page, at its place in it; one span per page."""
-    spans = row_spans(first, rows, page_tokens, lambda page: 1000 + page)
+    spans = row_spans(first, rows, page_tokens, range(1000, 1100))
     placed = [(span.slot, span.page_row + i, span.step_row + i) for span in spans for i in range(span.rows)]
     assert placed == [
         (1000 + position // page_tokens, position % page_tokens, position - first)
@@ -144,49 +148,49 @@ def test_rows_go_to_their_pages(first: int, rows: int, page_tokens: int) -> None
     assert len({span.slot for span in spans}) == len(spans)
 
 
-def resident(*refs: tuple[int, int]) -> Chunk:
-    return Chunk(tuple(PageRef(page, slot) for page, slot in refs))
-
-
 @pytest.mark.parametrize(
-    ("chunks", "pages", "message"),
+    ("chunks", "slots", "message"),
     [
-        ([resident((0, 5), (2, 6))], 3, "page 2 where 1 must follow"),
-        ([resident((0, 5), (1, 6)), resident((1, 7))], 2, "page 1 where 2 must follow"),
-        ([resident((1, 5))], 2, "page 1 where 0 must follow"),
-        ([resident((0, 5), (1, 6))], 3, "2 pages given, the step's tokens need 3"),
-        ([resident((0, 5), (1, 6))], 1, "2 pages given, the step's tokens need 1"),
-        ([resident((0, 5), (1, 5))], 2, "two pages of a chunk in one slot"),
-        ([resident((0, 5)), resident((1, 5))], 2, "two resident pages in one slot"),
-        ([resident((0, 5)), resident()], 1, "an empty chunk"),
-        ([], 1, "0 pages given"),
+        ([range(1), range(2, 3)], [5, 6, 7], "page 2 where 1 must follow"),
+        ([range(2), range(1, 2)], [5, 6], "page 1 where 2 must follow"),
+        ([range(1, 2)], [5, 6], "page 1 where 0 must follow"),
+        ([range(2)], [5, 6, 7], "2 pages in chunks, 3 slots"),
+        ([range(2)], [5], "of a chunk in slots"),
+        ([range(2)], [5, 5], "of a chunk in slots"),
+        ([range(1), range(1, 2)], [5, 5], "two resident pages in one slot"),
+        ([range(1), range(1, 1)], [5], "an empty chunk"),
+        ([], [5], "0 pages in chunks"),
     ],
 )
-def test_plans_with_gaps_overlaps_or_shared_slots_are_refused(chunks: list[Chunk], pages: int, message: str) -> None:
+def test_plans_with_gaps_overlaps_or_shared_slots_are_refused(
+    chunks: list[range], slots: list[int], message: str
+) -> None:
     """A plan that would read a page twice, not at all, or from another's slot does not come to be."""
     with pytest.raises(AssertionError, match=message):
-        SpanPlan(tuple(chunks), pages)
+        LayerPlan(tuple(slots), tuple(Chunk(pages) for pages in chunks))
 
 
 def test_streamed_chunks_are_their_runs() -> None:
     """A streamed chunk lies in its run's slots, and no resident page lies in the ring."""
     run = plan_schedule([range(4)], ring_slots=4, run_pages=4).runs[0]
-    streamed = Chunk(tuple(PageRef(page, page) for page in range(4)), run)
-    assert SpanPlan((streamed, resident((4, 9))), 5).segments == 1
-    for wrong in ((1, 2, 3, 4), (3, 2, 1, 0), (0, 1, 2)):
-        pages = tuple(PageRef(page, slot) for page, slot in enumerate(wrong))
+    chunks = (Chunk(range(4), run), Chunk(range(4, 5)))
+    assert LayerPlan((0, 1, 2, 3, 9), chunks).segments == 1
+    for wrong in ((1, 2, 3, 4, 9), (3, 2, 1, 0, 9)):
         with pytest.raises(AssertionError, match="are not those of"):
-            SpanPlan((replace(streamed, pages=pages), resident((len(wrong), 9))), len(wrong) + 1)
-    late = replace(streamed, pages=tuple(PageRef(page + 2, page) for page in range(4)))
-    with pytest.raises(AssertionError, match="are not those of"):
-        SpanPlan((resident((0, 8), (1, 9)), late), 6)
+            LayerPlan(wrong, chunks)
+    for pages in (range(3), range(2, 6)):
+        head = () if pages.start == 0 else (Chunk(range(pages.start)),)
+        slots = (*range(8, 8 + pages.start), *range(len(pages)))
+        with pytest.raises(AssertionError, match="are not those of"):
+            LayerPlan(slots, (*head, Chunk(pages, run)))
     with pytest.raises(AssertionError, match="resident and in the ring"):
-        SpanPlan((streamed, resident((4, 2))), 5)
+        LayerPlan((0, 1, 2, 3, 2), chunks)
 
 
 def test_groups_that_come_out_of_order_are_refused() -> None:
     """The pages of a group must come in order, since they are added one by one; a cut inside a group breaks that."""
     run = plan_schedule([range(2)], ring_slots=2, run_pages=2).runs[0]
-    streamed = Chunk(tuple(PageRef(page, page) for page in range(2)), run)
     with pytest.raises(AssertionError, match="page order"):
-        plan_decode_calls(SpanPlan((streamed, resident((2, 8), (3, 9))), 4))
+        plan_layer(
+            [0, 1, 8, 9], [Chunk(range(2), run), Chunk(range(2, 4))], scratch_groups=LEAST_SCRATCH_GROUPS
+        )

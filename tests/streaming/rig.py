@@ -9,14 +9,15 @@ from dataclasses import dataclass
 import gguf
 import numpy as np
 
+from kvs_core.device.base import AttentionParams, RopeTable, StepInputs
 from kvs_core.device.host.device import HostDebug, HostDevice
-from kvs_core.device.host.ops import kv_codec
+from kvs_core.device.host.ops import basic, kv_codec
 from kvs_core.device.workspace import BufferSpec, workspace_bytes
 from kvs_core.memory.arena import ALIGNMENT, Arena
 from kvs_core.memory.phases import MemoryPlan, Phase, PhaseRequest
 from kvs_core.paging.geometry import GROUP_PAGES, SEGMENT_GROUPS, KvType, PageGeometry
 from kvs_core.paging.residency import ResidencyConfig, ResidencyMode, least_pool_slots
-from kvs_core.paging.spans import SCRATCH_GROUPS
+from kvs_core.paging.spans import LEAST_SCRATCH_GROUPS
 from kvs_core.streaming.handover import Handover, PhaseBuffers, attention_scratch
 from kvs_core.streaming.kv_stream import KvStream
 from kvs_core.units import align_up, ceil_div
@@ -82,6 +83,10 @@ class Rig:
         device.allocate_arena(memory.arena_bytes)
         self.arena = Arena(memory.arena_bytes)
         self.handover = Handover(device, self.arena, memory, self.kv, buffers)
+        # Nothing turns: a rotary embedding of one pair that stands still.
+        self.params = AttentionParams(
+            HEADS, geometry.kv_heads, geometry.k_dim, geometry.v_dim, False, 1.0, RopeTable(np.zeros(1), False), 1e-6
+        )
         row_bytes = (geometry.k_row_bytes, geometry.v_row_bytes)
         self.rows = [
             Rows(*(np.zeros((0, geometry.kv_heads, size), np.uint8) for size in row_bytes)) for _ in range(LAYERS)
@@ -98,11 +103,11 @@ class Rig:
             self.handover.change(phase)
 
     def step(
-        self, phase: Phase, rows: int, keep: int | None = None, *, seed: int = 0, leave_after: int = 3 * LAYERS
+        self, phase: Phase, rows: int, keep: int | None = None, *, seed: int = 0, leave_after: int = 2 * LAYERS
     ) -> np.ndarray:
         """Run a step of random rows and keep the first; outputs [layers, T, H, Dv], after a check against ``dense``.
 
-        leave_after  of the three moves (write, attend, next) per layer, those done before the step is abandoned
+        leave_after  of the two moves (attend, next) per layer, those done before the step is abandoned
         """
         self.enter(phase)
         dice = np.random.default_rng(seed)
@@ -137,16 +142,16 @@ class Rig:
         """True if the step was left."""
         with self.kv.begin(outputs.shape[1], phase) as step:
             assert step.first_position == self.committed
+            tokens = np.zeros(outputs.shape[1], np.int32)
+            self.device.begin_step(StepInputs(tokens, step.first_position, 0, phase))
             for layer, (k, v, q) in enumerate(inputs):
-                if leave_after <= 3 * layer:
+                if leave_after <= 2 * layer:
                     return True
-                lent = step.layer(layer)
-                lent.write(k.copy(), v.copy())
-                if leave_after == 3 * layer + 1:
-                    return True
-                lent.attend(q.copy(), outputs[layer])
-                assert step.span_plan(layer).pages == ceil_div(step.first_position + len(q), PAGE)
-            if leave_after < 3 * LAYERS:
+                y = np.concatenate([part.reshape(len(q), -1) for part in (q, k, v)], axis=1)
+                queries = np.empty((align_up(len(q), 8), *q.shape[1:]), np.float32)
+                step.layer(layer).attend(y, self.params, queries, outputs[layer].reshape(len(q), -1))
+                assert step.plan(layer).plan.pages == ceil_div(step.first_position + len(q), PAGE)
+            if leave_after < 2 * LAYERS:
                 return True
             step.settle(keep)
         return False
@@ -212,9 +217,9 @@ class Rig:
 
     def _rotate(self, k: np.ndarray, v: np.ndarray) -> None:
         if self.geometry.k_rotation:
-            self.device.ops.hadamard(k, self.geometry.k_rotation)
+            basic.hadamard(k, self.geometry.k_rotation)
         if self.geometry.v_rotation:
-            self.device.ops.hadamard(v, self.geometry.v_rotation)
+            basic.hadamard(v, self.geometry.v_rotation)
 
 
 def _decoded(kv_type: KvType, data: np.ndarray) -> np.ndarray:
@@ -243,7 +248,7 @@ def _memory(geometry: PageGeometry, context: int, pools: Pools) -> tuple[MemoryP
     for phase, rows in ((Phase.PREFILL, PREFILL_ROWS), (Phase.DECODE, DECODE_ROWS)):
         scratch = attention_scratch(
             phase, rows=rows, heads=HEADS, v_dim=geometry.v_dim,
-            groups=min(SCRATCH_GROUPS, groups), segments=ceil_div(groups, SEGMENT_GROUPS),
+            groups=min(LEAST_SCRATCH_GROUPS, groups), segments=ceil_div(groups, SEGMENT_GROUPS),
         )
         specs[phase] = [spec for _, spec in scratch]
         names[phase] = tuple(name for name, _ in scratch)
@@ -254,7 +259,8 @@ def _memory(geometry: PageGeometry, context: int, pools: Pools) -> tuple[MemoryP
     for phase in Phase:
         spare = arena_bytes - need[phase]
         filler = [BufferSpec("filler", (spare,), np.uint8)] if spare else []
-        buffers[phase] = PhaseBuffers((*specs[phase], *filler), names[phase])
+        group_rows = min(LEAST_SCRATCH_GROUPS, groups) * DECODE_ROWS if phase is Phase.DECODE else 0
+        buffers[phase] = PhaseBuffers((*specs[phase], *filler), names[phase], group_rows)
     prefill, decode = (PhaseRequest.of_bytes(phase, buffers[phase].size_bytes) for phase in Phase)
     return MemoryPlan(arena_bytes, geometry.page_bytes, min(slots.values()), prefill, decode), buffers
 

@@ -28,7 +28,7 @@ SCRIPT: list[Move] = [
     *[partial(Rig.step, phase=Phase.DECODE, rows=8, keep=5, seed=number) for number in range(9)],
     partial(Rig.truncate, tokens=4 * 32 + 9),
     *[partial(Rig.step, phase=Phase.DECODE, rows=8, keep=7, seed=number) for number in range(9)],
-    partial(Rig.step, phase=Phase.DECODE, rows=3, leave_after=3, seed=70),
+    partial(Rig.step, phase=Phase.DECODE, rows=3, leave_after=2, seed=70),
     partial(Rig.step, phase=Phase.PREFILL, rows=64, seed=71),
     Rig.publish_all,
 ]
@@ -141,7 +141,7 @@ class FailingDevice(HostDevice):
         self.calls = 0
         self.fail_at = fail_at
         self.error = error
-        for name in ("zero_page", "kv_write", "attend_decode", "attend_prefill", "fold"):
+        for name in ("zero_page", "write_kv", "attend_decode", "attend_prefill", "fold"):
             setattr(self.ops, name, self._counted(getattr(self.ops, name)))
 
     def enqueue_copy(self, dst: Buffer, src: Buffer, stream: Stream) -> None:

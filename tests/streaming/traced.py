@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from kvs_core.device.base import Buffer, Fence, Stream
+from kvs_core.device.base import AttentionParams, Buffer, Fence, Stream
 from kvs_core.device.host.device import HostDevice
+from kvs_core.memory.phases import Phase
 from kvs_core.paging.geometry import PageGeometry
-from kvs_core.paging.spans import GroupPart, PageRef, RowSpan
+from kvs_core.paging.spans import LayerPlan, row_spans
 
 Clock = dict[str, int]
 
@@ -151,24 +152,29 @@ class _TracedOps:
         self._device.access("compute", writes=_slots(pool, [slot]))
         self._ops.zero_page(pool, geometry, slot)
 
-    def kv_write(self, k: Buffer, v: Buffer, pool: Buffer, geometry: PageGeometry, spans: Sequence[RowSpan]) -> None:
-        for span in spans:
+    def write_kv(
+        self, y: Buffer, params: AttentionParams, q: Buffer, pool: Buffer, geometry: PageGeometry, plan: LayerPlan, *,
+        phase: Phase,
+    ) -> None:
+        position = self._ops._step.first_position
+        for span in row_spans(position, len(y), geometry.page_tokens, plan.slots):
             self._device.access("compute", writes=_slots(pool, [span.slot]), first_row=span.page_row)
-        self._ops.kv_write(k, v, pool, geometry, spans)
+        self._ops.write_kv(y, params, q, pool, geometry, plan, phase=phase)
 
     def attend_decode(
-        self, q: Buffer, pool: Buffer, geometry: PageGeometry, parts: Sequence[GroupPart], scratch: Buffer,
-        *, first_position: int,
+        self, q: Buffer, params: AttentionParams, pool: Buffer, geometry: PageGeometry, plan: LayerPlan, call: int,
+        scratch: Buffer,
     ) -> None:
-        self._device.access("compute", reads=_slots(pool, [ref.slot for part in parts for ref in part.pages]))
-        self._ops.attend_decode(q, pool, geometry, parts, scratch, first_position=first_position)
+        pages = [page for part in plan.calls[call].parts for page in part.pages]
+        self._device.access("compute", reads=_slots(pool, [plan.slots[page] for page in pages]))
+        self._ops.attend_decode(q, params, pool, geometry, plan, call, scratch)
 
     def attend_prefill(
-        self, q: Buffer, pool: Buffer, geometry: PageGeometry, pages: Sequence[PageRef], running: Buffer,
-        *, fresh: bool, first_position: int,
+        self, q: Buffer, params: AttentionParams, pool: Buffer, geometry: PageGeometry, plan: LayerPlan, pages: range,
+        running: Buffer, *, fresh: bool,
     ) -> None:
-        self._device.access("compute", reads=_slots(pool, [ref.slot for ref in pages]))
-        self._ops.attend_prefill(q, pool, geometry, pages, running, fresh=fresh, first_position=first_position)
+        self._device.access("compute", reads=_slots(pool, [plan.slots[page] for page in pages]))
+        self._ops.attend_prefill(q, params, pool, geometry, plan, pages, running, fresh=fresh)
 
 
 def _slots(pool: Buffer, slots: Sequence[int]) -> list[int]:

@@ -16,18 +16,32 @@ from typing import Any
 
 import numpy as np
 
-from kvs_core.device.base import Buffer, Capabilities, Counters, Ops, Stream, Weight
+from kvs_core.device.base import (
+    AttentionParams,
+    Buffer,
+    Capabilities,
+    Captured,
+    Counters,
+    GdnShape,
+    Ops,
+    RopeTable,
+    StepInputs,
+    StepSizes,
+    Stream,
+    Weight,
+)
 from kvs_core.device.host.machine import available_ram_bytes, default_threads, use_one_blas_thread
 from kvs_core.device.host.ops import HostOps
 from kvs_core.device.host.ops.basic import matmul
 from kvs_core.device.host.streams import ComputeStream, CopyStream
-from kvs_core.device.host.weights import HeldMatrix, HostWeights, aligned_bytes
+from kvs_core.device.host.weights import HeldMatrix, HostWeight, HostWeights, aligned_bytes
 from kvs_core.device.host.workers import Team
+from kvs_core.device.workspace import BufferSpec, Workspace
 from kvs_core.errors import DeviceError
 from kvs_core.formats.gguf import TensorInfo
 from kvs_core.formats.quants import dequantize_rows
 from kvs_core.memory.phases import Phase
-from kvs_core.paging.geometry import KvType
+from kvs_core.paging.geometry import KvType, PageGeometry
 from kvs_core.units import MIB, Progress
 
 _POISON = 0xFF   # NaN as float32, as float16 and as a block's scale
@@ -62,6 +76,7 @@ class HostDevice:
     """
 
     name = "cpu"
+    captures = False
 
     def __init__(
         self, threads: int | None = None, *, debug: HostDebug | None = None, memory_limit_bytes: int | None = None
@@ -88,7 +103,8 @@ class HostDevice:
         self.compute: Stream = self._compute
         self.copy: Stream = self._copy
         self.publish: Stream = self._publish
-        self.ops: Ops = HostOps(self._team, round_q=self._debug.round_q)
+        self._ops = HostOps(self._team, round_q=self._debug.round_q)
+        self.ops: Ops = self._ops
         self._weights = HostWeights(memory_limit_bytes)
         self._arena = np.empty(0, np.uint8)
         self._vector_bytes = 0
@@ -125,16 +141,33 @@ class HostDevice:
         self.discard(memory)
         return memory
 
-    def load_vector(self, info: TensorInfo) -> Buffer:
+    def load_vector(self, info: TensorInfo, *, transposed: bool = False) -> Buffer:
         """See ``Device``."""
         rows = info.n_elements // info.shape[0]
         values = dequantize_rows(info, 0, rows).reshape(info.shape[::-1])
+        if transposed:
+            values = values.T.copy()
         self._vector_bytes += values.nbytes
         return values
 
-    def load_matrix(self, info: TensorInfo) -> Weight:
-        """See ``Device``. The same tensor is the same weight, so a tied output head costs nothing."""
+    def load_matrix(self, infos: Sequence[TensorInfo], biases: Sequence[TensorInfo | None] = ()) -> Weight:
+        """See ``Device``. The same tensor is held once, so a tied output head costs nothing."""
+        bias = None
+        if any(info is not None for info in biases):
+            parts = zip(infos, biases, strict=True)
+            bias = np.concatenate([
+                np.zeros(info.shape[1], np.float32) if given is None else self.load_vector(given)
+                for info, given in parts
+            ])
+        return HostWeight([self._weights.matrix(info) for info in infos], bias)
+
+    def load_table(self, info: TensorInfo) -> Weight:
+        """See ``Device``."""
         return self._weights.matrix(info)
+
+    def load_rope(self, table: RopeTable) -> RopeTable:
+        """See ``Device``."""
+        return table
 
     def prepare_weights(self, infos: Sequence[TensorInfo], progress: Progress | None = None) -> None:
         """See ``Device`` and ``HostWeights.prepare``."""
@@ -163,6 +196,34 @@ class HostDevice:
         """See ``Device``."""
         host: np.ndarray = np.array(buffer)
         return host
+
+    def prepare_ops(
+        self, geometry: PageGeometry, attention: Sequence[AttentionParams], recurrent: Sequence[GdnShape],
+        progress: Progress | None = None,
+    ) -> None:
+        """See ``Device``. Nothing is compiled."""
+
+    def page_layout(self, geometry: PageGeometry) -> PageGeometry:
+        """See ``Device``. The host keeps rows in order."""
+        return geometry
+
+    def scratch(self, phase: Phase, sizes: StepSizes) -> Sequence[BufferSpec]:
+        """See ``Device``. The host's ops have memory of their own."""
+        return ()
+
+    def bind_scratch(self, workspace: Workspace, phase: Phase) -> None:
+        """See ``Device``."""
+
+    def begin_step(self, inputs: StepInputs) -> None:
+        """See ``Device``."""
+        self._ops.begin_step(inputs)
+
+    def reserve_steps(self, layers: int, pages: int, max_rows: int) -> None:
+        """See ``Device``. The host reads plans and inputs where they are."""
+
+    def capture(self, inputs: StepInputs, work: Callable[[], None]) -> Captured:
+        """See ``Device``. The host runs steps as they come."""
+        raise AssertionError("the host captures nothing")
 
     def drop_captured(self) -> None:
         """See ``Device``. The host captures nothing."""
@@ -231,7 +292,7 @@ def _check_row_invariance() -> None:
     """
     rng = np.random.default_rng(0)
     for n_out, n_in in _PROBE_SHAPES:
-        weight = HeldMatrix("probe", rng.random((n_out, n_in), np.float32) - np.float32(0.5))
+        weight = HostWeight([HeldMatrix("probe", rng.random((n_out, n_in), np.float32) - np.float32(0.5))])
         x = rng.random((_PROBE_ROWS, n_in), np.float32) - np.float32(0.5)
         together = np.empty((_PROBE_ROWS, n_out), np.float32)
         matmul(x, weight, together, phase=Phase.DECODE)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -71,6 +72,40 @@ class HostMatrix(ABC):
     def pieces(self, phase: Phase) -> range:
         """The first row of each piece; all have ``step`` rows, the last one what is left."""
         return range(0, self.n_out, _piece_rows(self.n_out, self.n_in, phase))
+
+
+class HostWeight:
+    """Matrices with rows of one length, one under the other, and perhaps a bias [n_out]."""
+
+    def __init__(self, matrices: Sequence[HostMatrix], bias: Floats | None = None) -> None:
+        assert len({matrix.n_in for matrix in matrices}) == 1
+        self.name = ", ".join(matrix.name for matrix in matrices)
+        self.n_in = matrices[0].n_in
+        self.n_out = sum(matrix.n_out for matrix in matrices)
+        self.bias = bias
+        self._pieces = {phase: tuple(_pieces(matrices, phase)) for phase in Phase}
+
+    def pieces(self, phase: Phase) -> Sequence[Piece]:
+        """What products are made of."""
+        return self._pieces[phase]
+
+
+class Piece(NamedTuple):
+    """Rows [first, first + rows) of a matrix; their products go to columns [column, column + rows)."""
+
+    matrix: HostMatrix
+    first: int
+    rows: int
+    column: int
+
+
+def _pieces(matrices: Sequence[HostMatrix], phase: Phase) -> Iterator[Piece]:
+    column = 0
+    for matrix in matrices:
+        pieces = matrix.pieces(phase)
+        for first in pieces:
+            yield Piece(matrix, first, min(pieces.step, matrix.n_out - first), column + first)
+        column += matrix.n_out
 
 
 class HeldMatrix(HostMatrix):
@@ -157,7 +192,7 @@ class HostWeights:
     def _in_file(self, info: TensorInfo) -> HostMatrix:
         n_in, n_out = info.shape
         if info.quant is GGMLQuantizationType.F32:
-            return HeldMatrix(info.name, info.data.view(np.float32).reshape(n_out, n_in))
+            return HeldMatrix(info.name, info.data[:].view(np.float32).reshape(n_out, n_in))
         return MappedMatrix(info, self._scratch)
 
 

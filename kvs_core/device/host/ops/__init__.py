@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import numpy as np
 
-from kvs_core.device.base import Buffer, Weight
+from kvs_core.device.base import AttentionParams, Buffer, StepInputs, Weight
 from kvs_core.device.host.ops import attention, basic, gdn, kv_write
 from kvs_core.device.host.workers import Team
 from kvs_core.memory.phases import Phase
 from kvs_core.paging.geometry import PageGeometry
-from kvs_core.paging.spans import GroupPart, PageRef
+from kvs_core.paging.spans import LayerPlan, row_spans
 
 
 class HostOps:
@@ -19,43 +19,133 @@ class HostOps:
         """``round_q``: attention rounds queries to q8_0 when keys are quantised, as llama.cpp's CPU code does."""
         self._team = team
         self._round_q = round_q
+        self._inputs: StepInputs | None = None
 
-    embed = staticmethod(basic.embed)
-    rms_norm = staticmethod(basic.rms_norm)
-    add = staticmethod(basic.add)
-    add_bias = staticmethod(basic.add_bias)
-    swiglu = staticmethod(basic.swiglu)
-    gate_heads = staticmethod(basic.gate_heads)
-    rope = staticmethod(basic.rope)
-    hadamard = staticmethod(basic.hadamard)
-    scale = staticmethod(basic.scale)
     zero_page = staticmethod(kv_write.zero_page)
-    kv_write = staticmethod(kv_write.kv_write)
-    fold = staticmethod(attention.fold)
-    finish_decode = staticmethod(attention.finish_decode)
-    finish_prefill = staticmethod(attention.finish_prefill)
     gdn_decode = staticmethod(gdn.gdn_decode)
     gdn_apply = staticmethod(gdn.gdn_apply)
     gdn_prefill = staticmethod(gdn.gdn_prefill)
 
-    def matmul(self, x: Buffer, weight: Weight, out: Buffer, *, phase: Phase) -> None:
-        """See ``Ops.matmul``."""
-        basic.matmul(x, weight, out, phase=phase, team=self._team)
+    def begin_step(self, inputs: StepInputs) -> None:
+        """See ``Device.begin_step``."""
+        self._inputs = inputs
+
+    def embed(self, table: Weight, x: Buffer) -> None:
+        """See ``Ops.embed``."""
+        basic.embed(table, self._step.tokens, x)
+
+    def project(self, x: Buffer, norm: Buffer, weight: Weight, out: Buffer, *, eps: float, phase: Phase) -> None:
+        """See ``Ops.project``."""
+        normed = np.empty_like(x)
+        basic.rms_norm(x, norm, normed, eps=eps)
+        basic.matmul(normed, weight, out, phase=phase, team=self._team)
+
+    def project_swiglu(self, x: Buffer, norm: Buffer, weight: Weight, out: Buffer, *, eps: float, phase: Phase) -> None:
+        """See ``Ops.project_swiglu``."""
+        rows = np.empty((len(x), weight.n_out), np.float32)
+        self.project(x, norm, weight, rows, eps=eps, phase=phase)
+        basic.swiglu(rows, out)
+
+    def add_projected(self, rows: Buffer, weight: Weight, x: Buffer, *, phase: Phase) -> None:
+        """See ``Ops.add_projected``."""
+        out = np.empty_like(x)
+        basic.matmul(rows, weight, out, phase=phase, team=self._team)
+        x += out
+
+    def top_logits(self, logits: Buffer, k: int) -> None:
+        """See ``Ops.top_logits``. The host has all logits at hand."""
+
+    def clear(self, buffer: Buffer) -> None:
+        """See ``Ops.clear``."""
+        buffer.fill(0)
+
+    def load_plan(self, layer: int, rows: int, plan: LayerPlan) -> LayerPlan:
+        """See ``Ops.load_plan``. Plans are read as they are."""
+        return plan
+
+    def write_kv(
+        self, y: Buffer, params: AttentionParams, q: Buffer, pool: Buffer, geometry: PageGeometry, plan: LayerPlan, *,
+        phase: Phase,
+    ) -> None:
+        """See ``Ops.write_kv``."""
+        rows, position = len(y), self._step.first_position
+        heads, kv_heads, k_dim, v_dim = params.heads, params.kv_heads, params.k_dim, params.v_dim
+        queries = y[:, : params.q_columns].reshape(rows, heads, -1)[..., :k_dim]
+        keys, values = np.split(y[:, params.q_columns :], [kv_heads * k_dim], axis=1)
+        k, v = keys.reshape(rows, kv_heads, k_dim).copy(), values.reshape(rows, kv_heads, v_dim)
+        q = q[:rows]
+        if params.q_norm is None:
+            q[...] = queries
+        else:
+            basic.rms_norm(queries, params.q_norm, q, eps=params.eps)
+        if params.k_norm is not None:
+            basic.rms_norm(k, params.k_norm, k, eps=params.eps)
+        basic.rope(q, position, params.rope)
+        basic.rope(k, position, params.rope)
+        basic.scale(q, params.scale)
+        if geometry.k_rotation:
+            basic.hadamard(q, geometry.k_rotation)
+            basic.hadamard(k, geometry.k_rotation)
+        if geometry.v_rotation:
+            v = v.copy()
+            basic.hadamard(v, geometry.v_rotation)
+        kv_write.kv_write(k, v, pool, geometry, row_spans(position, rows, geometry.page_tokens, plan.slots))
 
     def attend_decode(
-        self, q: Buffer, pool: Buffer, geometry: PageGeometry, parts: Sequence[GroupPart], scratch: Buffer,
-        *, first_position: int
+        self, q: Buffer, params: AttentionParams, pool: Buffer, geometry: PageGeometry, plan: LayerPlan, call: int,
+        scratch: Buffer,
     ) -> None:
         """See ``Ops.attend_decode``."""
         attention.attend_decode(
-            q, pool, geometry, parts, scratch, first_position=first_position, round_q=self._round_q
+            q[: self._rows], pool, geometry, plan.calls[call].parts, plan.slots, scratch,
+            first_position=self._step.first_position, round_q=self._round_q,
         )
 
+    def fold(self, params: AttentionParams, plan: LayerPlan, call: int, scratch: Buffer, segments: Buffer) -> None:
+        """See ``Ops.fold``."""
+        attention.fold(scratch, segments, plan.calls[call].folds)
+
+    def finish_decode(
+        self, y: Buffer, params: AttentionParams, geometry: PageGeometry, plan: LayerPlan, scratch: Buffer,
+        segments: Buffer, out: Buffer,
+    ) -> None:
+        """See ``Ops.finish_decode``."""
+        attention.fold(scratch, segments, plan.last_folds)
+        heads = out.reshape(len(out), params.heads, params.v_dim)
+        attention.finish_decode(segments, plan.segments, heads)
+        _unrotate_and_gate(heads, y, params, geometry)
+
     def attend_prefill(
-        self, q: Buffer, pool: Buffer, geometry: PageGeometry, pages: Sequence[PageRef], running: Buffer,
-        *, fresh: bool, first_position: int
+        self, q: Buffer, params: AttentionParams, pool: Buffer, geometry: PageGeometry, plan: LayerPlan, pages: range,
+        running: Buffer, *, fresh: bool,
     ) -> None:
         """See ``Ops.attend_prefill``."""
         attention.attend_prefill(
-            q, pool, geometry, pages, running, fresh=fresh, first_position=first_position, round_q=self._round_q
+            q[: self._rows], pool, geometry, pages, plan.slots, running,
+            fresh=fresh, first_position=self._step.first_position, round_q=self._round_q,
         )
+
+    def finish_prefill(
+        self, y: Buffer, params: AttentionParams, geometry: PageGeometry, running: Buffer, out: Buffer
+    ) -> None:
+        """See ``Ops.finish_prefill``."""
+        heads = out.reshape(len(out), params.heads, params.v_dim)
+        attention.finish_prefill(running, heads)
+        _unrotate_and_gate(heads, y, params, geometry)
+
+    @property
+    def _step(self) -> StepInputs:
+        assert self._inputs is not None, "an op outside a step"
+        return self._inputs
+
+    @property
+    def _rows(self) -> int:
+        return len(self._step.tokens)
+
+
+def _unrotate_and_gate(heads: Buffer, y: Buffer, params: AttentionParams, geometry: PageGeometry) -> None:
+    """Undo V's rotation in rows [T, H, Dv], then multiply by sigmoid(gate) of their projected rows."""
+    if geometry.v_rotation:
+        basic.hadamard(heads, geometry.v_rotation)
+    if params.gated:
+        basic.gate_heads(heads, y[:, : params.q_columns].reshape(len(y), params.heads, -1)[..., params.k_dim :])

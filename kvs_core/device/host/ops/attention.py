@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from kvs_core.device.host.ops import kv_codec
 from kvs_core.paging.geometry import KvType, PageGeometry
-from kvs_core.paging.spans import Fold, GroupPart, PageRef
+from kvs_core.paging.spans import Fold, GroupPart
 
 F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
@@ -37,6 +37,7 @@ def attend_decode(
     pool: U8,
     geometry: PageGeometry,
     parts: Sequence[GroupPart],
+    slots: Sequence[int],
     scratch: F32,
     *,
     first_position: int,
@@ -47,13 +48,13 @@ def attend_decode(
     if round_q:
         q = _rounded(q, geometry.k_type)
     q = _by_kv_head(q, geometry)
-    pages = [ref for part in parts for ref in part.pages]
+    pages = [page for part in parts for page in part.pages]
     partials = _memory.floats("partials", len(pages), rows, heads, geometry.v_dim + 2)
     tile = max(1, _TILE_BYTES // (4 * geometry.page_tokens * geometry.kv_heads * (geometry.k_dim + geometry.v_dim)))
     with np.errstate(all="ignore"):
         for at in range(0, len(pages), tile):
             some = slice(at, at + tile)
-            _page_partials(q, pool, geometry, pages[some], first_position, partials[some])
+            _page_partials(q, pool, geometry, pages[some], slots, first_position, partials[some])
         _add_pages(parts, partials, scratch)
 
 
@@ -83,7 +84,8 @@ def attend_prefill(
     q: F32,
     pool: U8,
     geometry: PageGeometry,
-    pages: Sequence[PageRef],
+    pages: range,
+    slots: Sequence[int],
     running: F32,
     *,
     fresh: bool,
@@ -101,9 +103,9 @@ def attend_prefill(
     totals = running.reshape(rows, geometry.kv_heads, -1, geometry.v_dim + 2).swapaxes(0, 1)   # [G, T, rep, Dv + 2]
     tile = max(32, _SCORE_BYTES // (4 * heads * geometry.page_tokens))
     with np.errstate(all="ignore"):
-        for ref in pages:
-            keys, values = _load(pool, geometry, [ref])
-            seen = _seen(ref, geometry, first_position)
+        for page in pages:
+            keys, values = _load(pool, geometry, [slots[page]])
+            seen = _seen(page, geometry, first_position)
             values[0, :, max(0, seen + rows - 1) :] = 0
             for at in range(max(0, 1 - seen), rows, tile):   # rows before that see nothing of this page
                 some = slice(at, min(at + tile, rows))
@@ -121,9 +123,9 @@ def _by_kv_head(q: F32, geometry: PageGeometry) -> F32:
     return np.ascontiguousarray(q.reshape(len(q), geometry.kv_heads, -1, geometry.k_dim).swapaxes(0, 1))
 
 
-def _seen(ref: PageRef, geometry: PageGeometry, position: int) -> int:
+def _seen(page: int, geometry: PageGeometry, position: int) -> int:
     """Keys of a page that the row at ``position`` sees, row t behind it t more; below 1 none, from P on all."""
-    return position + 1 - ref.page * geometry.page_tokens
+    return position + 1 - page * geometry.page_tokens
 
 
 class _Memory(threading.local):
@@ -147,11 +149,11 @@ class _Memory(threading.local):
 _memory = _Memory()
 
 
-def _load(pool: U8, geometry: PageGeometry, pages: Sequence[PageRef]) -> tuple[F32, F32]:
-    """K [n, G, P, Dk] and V [n, G, P, Dv] of some pages, in memory of their own until the next call."""
-    count, groups, page_tokens = len(pages), geometry.kv_heads, geometry.page_tokens
+def _load(pool: U8, geometry: PageGeometry, slots: Sequence[int]) -> tuple[F32, F32]:
+    """K [n, G, P, Dk] and V [n, G, P, Dv] of the pages in some slots, in memory of their own until the next call."""
+    count, groups, page_tokens = len(slots), geometry.kv_heads, geometry.page_tokens
     stored = _memory.bytes("stored", count, geometry.page_bytes)
-    np.take(pool, [ref.slot for ref in pages], axis=0, out=stored, mode="clip")   # no check, no second copy
+    np.take(pool, slots, axis=0, out=stored, mode="clip")   # no check, no second copy
     heads = stored.reshape(count, groups, geometry.head_bytes)
     keys = _memory.floats("keys", count, groups, page_tokens * geometry.k_dim)
     values = _memory.floats("values", count, groups, page_tokens * geometry.v_dim)
@@ -161,16 +163,17 @@ def _load(pool: U8, geometry: PageGeometry, pages: Sequence[PageRef]) -> tuple[F
 
 
 def _page_partials(
-    q: F32, pool: U8, geometry: PageGeometry, pages: Sequence[PageRef], first_position: int, partials: F32
+    q: F32, pool: U8, geometry: PageGeometry, pages: Sequence[int], slots: Sequence[int], first_position: int,
+    partials: F32,
 ) -> None:
     """The partial of every page and row, by itself.   q [G, T, rep, Dk]; partials [n, T, H, Dv + 2]
 
     One small product per page, KV head and row, of the same shape whatever the number of pages and rows.
     """
     rows = q.shape[1]
-    keys, values = _load(pool, geometry, pages)
+    keys, values = _load(pool, geometry, [slots[page] for page in pages])
     scores = _scores(q, keys)
-    seen_by_first = [_seen(ref, geometry, first_position) for ref in pages]
+    seen_by_first = [_seen(page, geometry, first_position) for page in pages]
     cut = [(index, seen) for index, seen in enumerate(seen_by_first) if seen < geometry.page_tokens]
     for index, seen in cut:
         values[index, :, max(0, seen + rows - 1) :] = 0

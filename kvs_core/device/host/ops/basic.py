@@ -12,7 +12,7 @@ import math
 import numpy as np
 
 from kvs_core.device.base import Buffer, RopeTable, Weight
-from kvs_core.device.host.weights import HostMatrix
+from kvs_core.device.host.weights import HostMatrix, HostWeight
 from kvs_core.device.host.workers import Team
 from kvs_core.memory.phases import Phase
 
@@ -37,36 +37,41 @@ def silu(x: Buffer) -> Buffer:
     return out
 
 
-def embed(table: Weight, tokens: np.ndarray, out: Buffer) -> None:
-    """See ``Ops.embed``."""
+def embed(table: Weight, tokens: np.ndarray, x: Buffer) -> None:
+    """x[t] = row tokens[t] of the table."""
     assert isinstance(table, HostMatrix)
     assert len(tokens) == 0 or (tokens.min() >= 0 and tokens.max() < table.n_out)
-    for row, token in zip(out, tokens.tolist(), strict=True):
+    for row, token in zip(x, tokens.tolist(), strict=True):
         row[:] = table.read(token, 1)[0]
 
 
 def matmul(x: Buffer, weight: Weight, out: Buffer, *, phase: Phase, team: Team = _ALONE) -> None:
-    """See ``Ops.matmul``. The team shares the pieces; which thread has which does not show in the bits."""
-    assert isinstance(weight, HostMatrix)
+    """out = x @ weight.T + bias   x [T, n_in]; out [T, n_out], not overlapping x
+
+    The team shares the pieces; which thread has which does not show in the bits.
+    """
+    assert isinstance(weight, HostWeight)
     assert x.shape[1] == weight.n_in
     assert out.shape == (len(x), weight.n_out)
-    matrix, pieces = weight, weight.pieces(phase)
+    jobs = weight.pieces(phase)
 
-    def multiply(piece: int) -> None:
-        first = pieces[piece]
-        columns = slice(first, min(first + pieces.step, matrix.n_out))
-        values = matrix.read(first, columns.stop - first)
+    def multiply(job: int) -> None:
+        matrix, first, rows, column = jobs[job]
+        columns = slice(column, column + rows)
+        values = matrix.read(first, rows)
         if phase is Phase.PREFILL:
             np.matmul(x, values.T, out=out[:, columns])
         else:
             for x_row, out_row in zip(x, out, strict=True):
                 np.dot(values, x_row, out=out_row[columns])
 
-    team.share(len(pieces), multiply)
+    team.share(len(jobs), multiply)
+    if weight.bias is not None:
+        out += weight.bias
 
 
 def rms_norm(x: Buffer, weight: Buffer, out: Buffer, *, eps: float) -> None:
-    """See ``Ops.rms_norm``."""
+    """out = x / sqrt(mean(x^2) + eps) * weight over the last axis.   out may be x"""
     mean = np.mean(np.square(x), axis=-1, keepdims=True)
     mean += np.float32(eps)
     np.sqrt(mean, out=mean)
@@ -74,28 +79,22 @@ def rms_norm(x: Buffer, weight: Buffer, out: Buffer, *, eps: float) -> None:
     out *= weight
 
 
-def add(x: Buffer, y: Buffer) -> None:
-    """See ``Ops.add``."""
-    np.add(x, y, out=x)
-
-
-def add_bias(x: Buffer, bias: Buffer) -> None:
-    """See ``Ops.add_bias``."""
-    np.add(x, bias, out=x)
-
-
-def swiglu(gate: Buffer, up: Buffer, out: Buffer) -> None:
-    """See ``Ops.swiglu``."""
+def swiglu(rows: Buffer, out: Buffer) -> None:
+    """out = gate * sigmoid(gate) * up   rows [T, 2 F]: gate, then up; out [T, F]"""
+    gate, up = np.split(rows, 2, axis=-1)
     np.multiply(silu(gate), up, out=out)
 
 
 def gate_heads(x: Buffer, gate: Buffer) -> None:
-    """See ``Ops.gate_heads``."""
+    """x *= sigmoid(gate)   x, gate [T, H, D] (gate may be strided)"""
     np.multiply(x, sigmoid(gate), out=x)
 
 
 def rope(x: Buffer, first_position: int, table: RopeTable) -> None:
-    """See ``Ops.rope``. Angles are float64: at position 262,143 a float32 angle would be off by 0.01."""
+    """Turn the first n_rot values of each head in place; row t is at first_position + t.   x [T, H, D]
+
+    Angles are float64: at position 262,143 a float32 angle would be off by 0.01.
+    """
     positions = np.arange(first_position, first_position + len(x), dtype=np.float64)
     angles = np.multiply.outer(positions, table.inv_freq)[:, None, :]
     cos = (table.magnitude * np.cos(angles)).astype(np.float32)
@@ -111,9 +110,9 @@ def rope(x: Buffer, first_position: int, table: RopeTable) -> None:
 
 
 def hadamard(x: Buffer, block: int) -> None:
-    """See ``Ops.hadamard``.
+    """x times an orthonormal Walsh-Hadamard matrix (Sylvester order) per ``block`` values, in place.
 
-    The matrix is the m-fold Kronecker power of [[1, 1], [1, -1]], block = 2**m. Applying it to the last bit of the
+    It is its own inverse, and the m-fold Kronecker power of [[1, 1], [1, -1]], block = 2**m. Applying it to the last bit of the
     index and moving that bit to the front, m times, does all bits and leaves their order, with long inner loops.
     """
     assert block > 0
@@ -130,5 +129,5 @@ def hadamard(x: Buffer, block: int) -> None:
 
 
 def scale(x: Buffer, factor: float) -> None:
-    """See ``Ops.scale``."""
+    """x *= factor"""
     np.multiply(x, np.float32(factor), out=x)

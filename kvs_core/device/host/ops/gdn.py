@@ -31,58 +31,56 @@ class _Rows(NamedTuple):
 
 
 def gdn_decode(
-    qkv: Buffer, z: Buffer, alpha: Buffer, beta: Buffer, weights: GdnWeights, shape: GdnShape, state: GdnState,
-    out: Buffer, *, bank: int, pending: int
+    y: Buffer, weights: GdnWeights, shape: GdnShape, state: GdnState, out: Buffer, *, position: int, pending: int
 ) -> None:
     """See ``Ops.gdn_decode``."""
-    gdn_apply(shape, state, bank=bank, pending=pending)
-    n_rows = len(qkv)
-    saved = 1 - bank
-    assert n_rows <= state.bank_x.shape[1]
-    rows = _prepare(qkv, alpha, beta, weights, shape, state.conv)
-    state.bank_x[saved, :n_rows] = qkv
-    state.bank_k[saved, :n_rows] = rows.k
-    np.exp(rows.g, out=state.bank_decay[saved, :n_rows])
+    gdn_apply(shape, state, position=position, pending=pending)
+    n_rows, slots = len(y), len(state.ring_x)
+    assert n_rows + max(pending, shape.conv_taps - 1) <= slots, f"{n_rows} rows in rings of {slots}"
+    rows = _prepare(y, weights, shape, state, position)
     s = state.state.copy()
     heads = out.reshape(n_rows, shape.v_heads, shape.d_v)
     for t in range(n_rows):
-        decay, d, k = state.bank_decay[saved, t], state.bank_d[saved, t], rows.k[t]
+        slot = (position + t) % slots
+        decay, d, k = state.ring_decay[slot], state.ring_d[slot], rows.k[t]
+        state.ring_x[slot], state.ring_k[slot] = y[t, : shape.conv_channels], k
+        np.exp(rows.g[t], out=decay)
         s *= decay[:, None, None]
         np.subtract(rows.v[t], _times_state(k, s, shape), out=d)
         d *= rows.b[t, :, None]
         _add_outer(s, k, d, shape)
         heads[t] = _times_state(rows.q[t], s, shape)
-    _finish(heads, z, weights)
+    _finish(heads, y, weights, shape)
 
 
-def gdn_apply(shape: GdnShape, state: GdnState, *, bank: int, pending: int) -> None:
+def gdn_apply(shape: GdnShape, state: GdnState, *, position: int, pending: int) -> None:
     """See ``Ops.gdn_apply``."""
-    for t in range(pending):
-        state.state *= state.bank_decay[bank, t][:, None, None]
-        _add_outer(state.state, state.bank_k[bank, t], state.bank_d[bank, t], shape)
-    _shift(state.conv, state.bank_x[bank, :pending])
+    for p in range(position - pending, position):
+        slot = p % len(state.ring_x)
+        state.state *= state.ring_decay[slot][:, None, None]
+        _add_outer(state.state, state.ring_k[slot], state.ring_d[slot], shape)
 
 
 def gdn_prefill(
-    qkv: Buffer, z: Buffer, alpha: Buffer, beta: Buffer, weights: GdnWeights, shape: GdnShape, state: GdnState,
-    out: Buffer
+    y: Buffer, weights: GdnWeights, shape: GdnShape, state: GdnState, out: Buffer, *, position: int
 ) -> None:
     """See ``Ops.gdn_prefill``."""
-    rows = _prepare(qkv, alpha, beta, weights, shape, state.conv)
-    _shift(state.conv, qkv)
-    heads = out.reshape(len(qkv), shape.v_heads, shape.d_v)
-    for first in range(0, len(qkv), _CHUNK):
+    rows = _prepare(y, weights, shape, state, position)
+    n_rows, slots = len(y), len(state.ring_x)
+    for t in range(max(0, n_rows - shape.conv_taps + 1), n_rows):
+        state.ring_x[(position + t) % slots] = y[t, : shape.conv_channels]
+    heads = out.reshape(n_rows, shape.v_heads, shape.d_v)
+    for first in range(0, n_rows, _CHUNK):
         part = slice(first, first + _CHUNK)
         _run_chunk(_Rows(*(values[part] for values in rows)), shape, state.state, heads[part])
-    _finish(heads, z, weights)
+    _finish(heads, y, weights, shape)
 
 
-def _prepare(
-    qkv: Buffer, alpha: Buffer, beta: Buffer, weights: GdnWeights, shape: GdnShape, before: Buffer
-) -> _Rows:
-    """Convolve (the last tap meets the row itself, ``before`` came before row 0), normalise, and make the gates."""
-    n_rows, taps = len(qkv), shape.conv_taps
-    inputs = np.concatenate([before, qkv])
+def _prepare(y: Buffer, weights: GdnWeights, shape: GdnShape, state: GdnState, position: int) -> _Rows:
+    """Convolve (the last tap meets the row itself, the first rows the ring's inputs), normalise, and make the gates."""
+    n_rows, taps, channels = len(y), shape.conv_taps, shape.conv_channels
+    before = state.ring_x[np.arange(position - taps + 1, position) % len(state.ring_x)]
+    inputs = np.concatenate([before, y[:, :channels]])
     mixed = inputs[:n_rows] * weights.conv[0]
     for tap in range(1, taps):
         mixed += inputs[tap : tap + n_rows] * weights.conv[tap]
@@ -92,6 +90,7 @@ def _prepare(
     q *= np.float32(1.0 / math.sqrt(shape.d_k))
     k = _unit(mixed[:, keys : 2 * keys].reshape(n_rows, shape.k_heads, shape.d_k), weights.eps)
     v = mixed[:, 2 * keys :].reshape(n_rows, shape.v_heads, shape.d_v)
+    beta, alpha = np.split(y[:, channels + shape.inner :], 2, axis=1)
     g = np.logaddexp(np.float32(0.0), alpha + weights.dt_bias)   # softplus
     g *= weights.a
     return _Rows(q, k, v, g, sigmoid(beta))
@@ -105,16 +104,10 @@ def _unit(x: Buffer, eps: float) -> Buffer:
     return x / norm
 
 
-def _finish(heads: Buffer, z: Buffer, weights: GdnWeights) -> None:
-    """heads = rms(heads) * norm * silu(z)   heads [T, v_heads, d_v]; z [T, v_heads * d_v]"""
+def _finish(heads: Buffer, y: Buffer, weights: GdnWeights, shape: GdnShape) -> None:
+    """heads = rms(heads) * norm * silu(z)   heads [T, v_heads, d_v]; z in y"""
     rms_norm(heads, weights.norm, heads, eps=weights.eps)
-    heads *= silu(z).reshape(heads.shape)
-
-
-def _shift(conv: Buffer, rows: Buffer) -> None:
-    """Move ``rows`` into the window of the convolution's last inputs."""
-    if len(rows):
-        conv[:] = np.concatenate([conv, rows])[-len(conv) :]
+    heads *= silu(y[:, shape.conv_channels : shape.conv_channels + shape.inner]).reshape(heads.shape)
 
 
 def _by_key_head(x: Buffer, shape: GdnShape) -> Buffer:

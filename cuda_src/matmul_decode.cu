@@ -1,0 +1,245 @@
+// Products of 1..8 rows with a quantised matrix:  y[row][o] = sum_k weight[o][k] * x[row][k]
+// Weights are records of 16 rows x 256 columns (common/records.cuh), streamed once from memory at its full rate; rows are
+// 16-bit fixed point (common/quant256.cuh), staged once per block in shared memory.
+//   -DTYPE    weight type, see records.cuh
+//   -DWIDE=0  up to 4 rows | 1  up to 8: see record_dot.cuh
+//   -DWARPS   per block
+//   -DINPUT=RECORDS     x is activation records; with ``sums`` the result is scaled by the rows' RMS norm factor
+//           ROWS        x is f32 rows, quantised while they are staged: saves a kernel, pays for up to 3 rows
+//           GATED_NORM  the same of rows normed per head of 128 and gated by silu(z)
+//   -DOUTPUT=PLAIN   y = product + bias
+//           SWIGLU   tile rows 0-7 are gate rows, 8-15 the matching up rows: y[row][c] = silu(gate c) * up c
+//
+// A block is one of n_splits ranges of columns x a range of row tiles. Its (tile, 256 columns) items are dealt to the warps
+// as equal contiguous runs; each warp streams its run through a ring of bulk copies of its own. Tiles that a run's end cuts
+// are summed in the order of the warps. One block per multiprocessor: the next kernel's blocks fit in beside none.
+// A row's result depends neither on the number of rows nor on the depth of the rings.
+//
+// Shared memory: rings [WARPS][stages][RECORD], in the end the parts of cut tiles | barriers | activation records of the
+// block's columns [blocks][plane][rows] | 8 row factors | value table
+#include "common/record_dot.cuh"
+
+#define RECORDS 0
+#define ROWS 1
+#define GATED_NORM 2
+#define PLAIN 0
+#define SWIGLU 1
+
+constexpr int STAGES_AHEAD = 2;   // filled while the kernel before still runs: more would flood the memory it needs
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
+matmul_decode(const u8* __restrict__ weight, int n_tiles, int n_blocks, int n_splits, int stages,
+              const u8* x,             // RECORDS: [n_blocks][2][x_stride][320]; else f32 [rows], x_stride numbers apart
+              int x_stride, int rows, int n_in,
+              const float* sums,       // RECORDS: sums of squares [rows][n_blocks] of a row before its norm, or null
+              float eps,
+              const float* z, int z_stride, const float* __restrict__ norm,   // GATED_NORM: gate rows; weights [128]
+              const float* __restrict__ bias,                                 // [n_out] or null
+              float* __restrict__ y, int y_stride, long long split_stride,    // split s is written split_stride s further
+              int n_out, int tile_step, int half_step) {   // tile i: output columns i tile_step + 0..7, then half_step on
+  extern __shared__ __align__(128) u8 shared[];
+  const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);   // known to be uniform: loop control stays off the vector units
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  const int blocks_per_split = gridDim.x / n_splits, split = blockIdx.x % n_splits, part = blockIdx.x / n_splits;
+  const int first_block = n_blocks * split / n_splits, per_tile = n_blocks * (split + 1) / n_splits - first_block;
+  const int first_tile = (int)((long long)n_tiles * part / blocks_per_split);
+  const int items = ((int)((long long)n_tiles * (part + 1) / blocks_per_split) - first_tile) * per_tile;
+  const int begin = items * warp / WARPS, end = items * (warp + 1) / WARPS;
+
+  const int plane_stride = rows * ACT_BYTES, ring_bytes = stages * RECORD;
+  u8* ring = shared + warp * ring_bytes;
+  u64* barriers = (u64*)(shared + ((WARPS * ring_bytes + 127) & ~127));
+  u8* acts = (u8*)barriers + ((WARPS * stages * 8 + 127) & ~127);
+  float* factors = (float*)(acts + per_tile * 2 * plane_stride);
+  const u32 first_barrier = smem_u32(barriers + warp * stages), ring_at = smem_u32(ring);
+  if (lane == 0) {
+#pragma unroll 1
+    for (int s = 0; s < stages; s++) mbar_init(first_barrier + 8 * s, 1);
+    mbar_fence_init();
+  }
+  __syncwarp();
+
+  // The copies' cursor: where the next record lies, how many are left, its place in the tile.
+  const u64 policy = policy_evict_first();
+  int column = begin % per_tile, left = end - begin, copied_column = column;
+  const u8* source = weight + ((size_t)(first_tile + begin / per_tile) * n_blocks + first_block + column) * RECORD;
+  const size_t hop = (size_t)(n_blocks - per_tile) * RECORD;
+  const auto enqueue_copy = [&](u32 at, u32 barrier) {
+    if (left > 0) {
+      if (elect_one()) {
+        mbar_expect(barrier, RECORD);
+        bulk_g2s_hint(ring_at + at, source, RECORD, barrier, policy);
+      }
+      source += RECORD, left--, copied_column++;
+      if (copied_column == per_tile) copied_column = 0, source += hop;
+    }
+  };
+  pdl_trigger();   // so far and up to the wait only weights are touched: any run-ahead is safe
+#pragma unroll
+  for (int s = 0; s < STAGES_AHEAD; s++)
+    if (s < stages) enqueue_copy(s * RECORD, first_barrier + 8 * s);
+  pdl_wait();
+
+  // Activations to shared memory by plain loads: a bulk copy would queue behind the rings'.
+#if INPUT == RECORDS
+  RowSums row_sums;
+  if (sums && warp < rows) row_sums = load_sums(sums + (size_t)warp * n_blocks, n_in, lane);
+  const int run = rows * (ACT_BYTES / 16), pieces = per_tile * 2 * run;   // of 16 bytes; a run is one plane of one block
+  const u8* from = x + (size_t)first_block * 2 * x_stride * ACT_BYTES;
+  if (x_stride == rows) {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < pieces; i += 4 * WARPS * 32) {
+      uint4 v[4];
+#pragma unroll
+      for (int j = 0; j < 4; j++)
+        if (i + j * WARPS * 32 < pieces) v[j] = ldcg4u(from + (i + j * WARPS * 32) * 16);
+#pragma unroll
+      for (int j = 0; j < 4; j++)
+        if (i + j * WARPS * 32 < pieces) *(uint4*)(acts + (i + j * WARPS * 32) * 16) = v[j];
+    }
+  } else {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < pieces; i += WARPS * 32)
+      *(uint4*)(acts + i * 16) = ldcg4u(from + (size_t)(i / run) * x_stride * ACT_BYTES + i % run * 16);
+  }
+#pragma unroll 1
+  for (int row = warp; row < rows; row += WARPS) {
+    const float* own = sums + (size_t)row * n_blocks;
+    if (sums && row != warp) row_sums = load_sums(own, n_in, lane);
+    const float factor = sums ? rms_factor(row_sums, own, n_in, eps, lane) : 1.f;
+    if (lane == 0) factors[row] = factor;
+  }
+#else
+  {
+    const int turns = per_tile * rows;   // one row's 256 values per warp and turn, the next one's loads on their way
+    float next[8], next_z[8];
+    const auto fetch = [&](int i) {
+      const int block = i / rows, row = i - block * rows, first = (first_block + block) * 256 + lane * 8;
+      load8(next, (const float*)x + (size_t)row * x_stride, first, n_in);
+      if (INPUT == GATED_NORM) load8(next_z, z + (size_t)row * z_stride, first, n_in);
+    };
+    if (warp < turns) fetch(warp);
+    for (int i = warp; i < turns; i += WARPS) {
+      float v[8], gate[8];
+#pragma unroll
+      for (int j = 0; j < 8; j++) v[j] = next[j], gate[j] = next_z[j];
+      if (i + WARPS < turns) fetch(i + WARPS);
+      const int block = i / rows, row = i - block * rows;
+      if (INPUT == GATED_NORM) gated_norm8(v, gate, norm, lane, eps);
+      quant256_to(v, lane, acts, block, row, rows);
+    }
+  }
+  if (threadIdx.x < 8) factors[threadIdx.x] = 1.f;
+#endif
+#if HAS_VALUE_TABLE
+  if (threadIdx.x < 5) ((u32*)(factors + 8))[threadIdx.x] = value_table(threadIdx.x);
+#endif
+  __syncthreads();
+#pragma unroll 1
+  for (int s = STAGES_AHEAD; s < stages; s++) enqueue_copy(s * RECORD, first_barrier + 8 * s);
+
+  // This lane's operands: bytes and digit sums of column g, factors of columns 2 t, 2 t + 1. Columns without a row repeat
+  // the last one; what comes of them is not stored.
+  const auto place = [&](int c) {
+    const int row = min(WIDE ? c : c & 3, rows - 1);
+    return row * ACT_BYTES + (WIDE ? 0 : (c >> 2) * plane_stride);
+  };
+  const int c0 = 2 * t, c1 = c0 + 1;
+  const u8* bytes = acts + column * 2 * plane_stride + place(g) + t * 16;
+  const u8* digits = acts + column * 2 * plane_stride + place(g) + ACT_SUMS + t * 8;
+  const u8* steps = acts + column * 2 * plane_stride + ACT_FACTOR + (WIDE ? plane_stride : 0);   // WIDE: of the low bytes
+  const int step0 = place(c0), step1 = place(c1);
+  const float factor0 = factors[min(WIDE ? c0 : c0 & 3, rows - 1)], factor1 = factors[min(WIDE ? c1 : c1 & 3, rows - 1)];
+  u32 pair = (t & 1) ? 0x4342 : 0x4140;
+  opaque(pair);
+  ValueTable table;
+#if HAS_VALUE_TABLE   // read back, so that it stays in vector registers: as known constants each use would cost a move
+  const uint4 words = lds128(smem_u32(factors + 8));
+  table = {{words.x, words.y}, {words.z, words.w}, lds32(smem_u32(factors + 12))};
+#endif
+
+  const auto store = [&](const float (&o)[4], int tile) {
+    if (!WIDE && t >= 2) return;   // low bytes' columns: already added to the others
+#if OUTPUT == SWIGLU
+    const int c = tile * tile_step + g;
+    if (c0 < rows) y[(size_t)c0 * y_stride + c] = o[2] * (o[0] / (1.f + __expf(-o[0])));
+    if (c1 < rows) y[(size_t)c1 * y_stride + c] = o[3] * (o[1] / (1.f + __expf(-o[1])));
+#else
+    const int top = tile * tile_step + g, low = top + half_step;
+    float* out = y + split * split_stride;
+    if (top < n_out) {
+      const float b = bias && split == 0 ? bias[top] : 0.f;
+      if (c0 < rows) out[(size_t)c0 * y_stride + top] = o[0] + b;
+      if (c1 < rows) out[(size_t)c1 * y_stride + top] = o[1] + b;
+    }
+    if (low < n_out) {
+      const float b = bias && split == 0 ? bias[low] : 0.f;
+      if (c0 < rows) out[(size_t)c0 * y_stride + low] = o[2] + b;
+      if (c1 < rows) out[(size_t)c1 * y_stride + low] = o[3] + b;
+    }
+#endif
+  };
+
+  // Parts of cut tiles: of one begun by an earlier warp | of one begun here and not finished.
+  float head[4] = {0.f, 0.f, 0.f, 0.f}, tail[4] = {0.f, 0.f, 0.f, 0.f};
+  u32 at = 0, barrier = first_barrier, phase = 0;
+  int tile = first_tile + begin / per_tile;
+  for (int i = begin; i < end;) {   // a tile, or what this run has of it
+    const bool whole = column == 0;
+    const int n = min(per_tile - column, end - i);
+    const bool finished = column + n == per_tile;
+    Values acc;
+    clear(acc);
+#pragma unroll 1
+    for (int k = 0; k < n; k++) {
+      mbar_wait(barrier, phase);
+      Values v;
+      record_dot(v, ring + at, bytes, digits, plane_stride, lane, pair, table);
+      const float x0 = *(const float*)(steps + step0), x1 = *(const float*)(steps + step1);
+      FOR_PLANES {
+        const float f0 = WIDE && p == 0 ? x0 * 256.f : x0, f1 = WIDE && p == 0 ? x1 * 256.f : x1;
+        acc[p][0] = __fmaf_rn(f0, v[p][0], acc[p][0]), acc[p][1] = __fmaf_rn(f1, v[p][1], acc[p][1]);
+        acc[p][2] = __fmaf_rn(f0, v[p][2], acc[p][2]), acc[p][3] = __fmaf_rn(f1, v[p][3], acc[p][3]);
+      }
+      __syncwarp();
+      enqueue_copy(at, barrier);
+      at += RECORD, barrier += 8;
+      if (at == ring_bytes) at = 0, barrier = first_barrier, phase ^= 1;
+      bytes += 2 * plane_stride, digits += 2 * plane_stride, steps += 2 * plane_stride;
+    }
+    float o[4];   // high + low bytes
+    FOR_CELLS o[k] = (WIDE ? acc[0][k] + acc[PLANES - 1][k] : acc[0][k] + __shfl_xor_sync(~0u, acc[0][k], 2)) *
+                     ((k & 1) ? factor1 : factor0);
+    if (whole && finished) {
+      store(o, tile);
+    } else {
+      FOR_CELLS {
+        if (whole) tail[k] = o[k];
+        else head[k] = o[k];
+      }
+    }
+    i += n;
+    if (finished) {
+      const int back = per_tile * 2 * plane_stride;
+      column = 0, tile++, bytes -= back, digits -= back, steps -= back;
+    }
+  }
+
+  __syncthreads();   // the rings are done with
+  float* parts = (float*)shared;
+  *(float4*)(parts + warp * 128 + lane * 4) = make_float4(head[0], head[1], head[2], head[3]);
+  __syncthreads();
+  // The warp that began a cut tile finishes it, adding the later warps' parts in order.
+  const int last = (end - 1) / per_tile;
+  if (end > begin && end % per_tile != 0 && last * per_tile >= begin) {
+#pragma unroll 1
+    for (int other = warp + 1; other < WARPS; other++) {
+      const int other_begin = items * other / WARPS, other_end = items * (other + 1) / WARPS;
+      if (other_begin >= (last + 1) * per_tile) break;
+      if (other_end == other_begin) continue;
+      const float4 q = *(const float4*)(parts + other * 128 + lane * 4);
+      tail[0] += q.x, tail[1] += q.y, tail[2] += q.z, tail[3] += q.w;
+    }
+    store(tail, first_tile + last);
+  }
+}

@@ -1,0 +1,175 @@
+"""``Runtime`` on CuPy: the only module, beside the compiler and cuBLAS bindings, that knows CuPy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvs_core.device.base import Buffer
+from kvs_core.device.cuda.cublas import CublasGemm
+from kvs_core.device.cuda.kernel import Gemm, Launcher
+from kvs_core.device.cuda.modules import CudaModules
+from kvs_core.device.cuda.runtime import Event, RawStream
+from kvs_core.errors import DeviceError
+from kvs_core.units import MIB
+
+_COPY_DEFAULT = 4   # cudaMemcpyDefault: from the addresses
+
+
+class _CupyEvent:
+    __slots__ = ("raw",)
+
+    def __init__(self, raw: Any) -> None:
+        self.raw = raw
+
+    def done(self) -> bool:
+        return bool(self.raw.done)
+
+    def wait(self) -> None:
+        self.raw.synchronize()
+
+
+class _CupyStream:
+    """``before_plain`` is told when a kernel that follows must not start early."""
+
+    __slots__ = ("_before_plain", "raw")
+
+    def __init__(self, raw: Any, before_plain: Any) -> None:
+        self.raw = raw
+        self._before_plain = before_plain
+
+    def record(self, event: Event) -> None:
+        assert isinstance(event, _CupyEvent)
+        event.raw.record(self.raw)
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, _CupyEvent)
+        self.raw.wait_event(event.raw)
+        self._before_plain()
+
+    def synchronize(self) -> None:
+        self.raw.synchronize()
+
+
+class _CupyGraph:
+    __slots__ = ("_graph", "_stream")
+
+    def __init__(self, graph: Any, stream: Any) -> None:
+        self._graph = graph
+        self._stream = stream
+
+    def launch(self) -> None:
+        self._graph.launch(self._stream)
+
+
+class CupyRuntime:
+    """GPU ``index``. Device memory is taken from the driver as it is asked for: no pool holds what was given back."""
+
+    def __init__(self, index: int = 0) -> None:
+        """Raises ``DeviceError`` if the GPU cannot be used."""
+        import cupy
+
+        self._cupy = cupy
+        self._device = cupy.cuda.Device(index)
+        self._device.use()
+        properties = cupy.cuda.runtime.getDeviceProperties(index)
+        self.name = properties["name"].decode()
+        compute = cupy.cuda.Stream(non_blocking=True)
+        modules = CudaModules(compute.ptr, index)
+        self.launcher: Launcher = modules
+        self._cublas = CublasGemm(compute.ptr, lambda size: self.allocate(size, "the workspace of cuBLAS"))
+        self.gemm: Gemm = self._cublas
+        self._plain_next = modules.plain_next
+        self.compute: RawStream = _CupyStream(compute, self._plain_next)
+        self.copy: RawStream = _CupyStream(cupy.cuda.Stream(non_blocking=True), _nothing)
+        self.publish: RawStream = _CupyStream(cupy.cuda.Stream(non_blocking=True), _nothing)
+        self._compute = compute
+
+    def allocate(self, size_bytes: int, purpose: str) -> Buffer:
+        """See ``Runtime``."""
+        cupy = self._cupy
+        try:
+            memory = cupy.cuda.Memory(max(size_bytes, 1))
+        except cupy.cuda.runtime.CUDARuntimeError as error:
+            free, total = cupy.cuda.runtime.memGetInfo()
+            raise DeviceError(
+                f"{size_bytes / MIB:.0f} MiB of GPU memory for {purpose} cannot be had: {free / MIB:.0f} of "
+                f"{total / MIB:.0f} MiB are free; use a smaller arena, context or model, or end other programs"
+            ) from error
+        buffer = cupy.ndarray((size_bytes,), np.uint8, cupy.cuda.MemoryPointer(memory, 0))
+        cupy.cuda.runtime.memset(buffer.data.ptr, 0, size_bytes)
+        return buffer
+
+    def allocate_pinned(self, size_bytes: int) -> np.ndarray:
+        """See ``Runtime``. Not zeroed."""
+        cupy = self._cupy
+        try:
+            memory = cupy.cuda.PinnedMemory(max(size_bytes, 1))
+        except cupy.cuda.runtime.CUDARuntimeError as error:
+            raise DeviceError(
+                f"{size_bytes / MIB:.0f} MiB of pinned host memory cannot be had; lower --ctx-size, or end other "
+                "programs"
+            ) from error
+        return np.frombuffer(cupy.cuda.PinnedMemoryPointer(memory, 0), np.uint8, size_bytes)
+
+    def view(self, memory: Buffer, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Buffer:
+        """See ``Runtime``."""
+        return self._cupy.ndarray(shape, dtype, memory.data + offset)
+
+    def event(self) -> Event:
+        """See ``Runtime``. Without a time: those are cheaper."""
+        return _CupyEvent(self._cupy.cuda.Event(disable_timing=True))
+
+    def enqueue_copy(self, dst: int, src: int, size_bytes: int, stream: RawStream) -> None:
+        """See ``Runtime``."""
+        assert isinstance(stream, _CupyStream)
+        self._cupy.cuda.runtime.memcpyAsync(dst, src, size_bytes, _COPY_DEFAULT, stream.raw.ptr)
+        if stream is self.compute:
+            self._plain_next()
+
+    def begin_capture(self) -> None:
+        """See ``Runtime``. Only this thread's calls count: the helper that pins memory goes on."""
+        self._compute.begin_capture(self._cupy.cuda.runtime.streamCaptureModeThreadLocal)
+        self._plain_next()
+
+    def end_capture(self) -> _CupyGraph:
+        """See ``Runtime``."""
+        return _CupyGraph(self._compute.end_capture(), self._compute)
+
+    def abandon_capture(self) -> None:
+        """See ``Runtime``."""
+        if self._compute.is_capturing():
+            try:
+                self._compute.end_capture()
+            except self._cupy.cuda.runtime.CUDARuntimeError:
+                return   # the capture was broken by the error that ended it
+
+    def measure_copies(self, size_bytes: int, times: int) -> float:
+        """See ``Runtime``."""
+        cuda = self._cupy.cuda
+        source, target = self.allocate_pinned(size_bytes), self.allocate(size_bytes, "a probe of the link")
+        assert isinstance(self.copy, _CupyStream)
+        stream = self.copy.raw
+        seconds = []
+        for _ in range(times + 1):   # the first one pays for what is set up on the way
+            begin, end = cuda.Event(), cuda.Event()
+            begin.record(stream)
+            cuda.runtime.memcpyAsync(target.data.ptr, source.ctypes.data, size_bytes, _COPY_DEFAULT, stream.ptr)
+            end.record(stream)
+            end.synchronize()
+            seconds.append(cuda.get_elapsed_time(begin, end) / 1e3)
+        return size_bytes / float(np.median(seconds[1:]))
+
+    def free_bytes(self) -> int:
+        """See ``Runtime``."""
+        return int(self._cupy.cuda.runtime.memGetInfo()[0])
+
+    def close(self) -> None:
+        """See ``Runtime``. Memory goes with its last view."""
+        self._compute.synchronize()
+        self._cublas.close()
+
+
+def _nothing() -> None:
+    """Copies have no kernels behind them."""

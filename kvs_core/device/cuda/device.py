@@ -1,0 +1,315 @@
+"""One NVIDIA GPU: memory, streams and fences, captured steps; its ops are in ``ops``.
+
+Device memory is the arena, the weights, the recurrent state, and small tables made at load; nothing is allocated after
+that. A decode step is a CUDA graph with a compute branch and a copy branch, launched once per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from kvs_core.device.base import (
+    AttentionParams,
+    Buffer,
+    Capabilities,
+    Captured,
+    Counters,
+    GdnShape,
+    Ops,
+    RopeTable,
+    StepInputs,
+    StepSizes,
+    Stream,
+    Weight,
+)
+from kvs_core.device.cuda.context import Context
+from kvs_core.device.cuda.kernel import address
+from kvs_core.device.cuda.cuda_ops import CudaOps
+from kvs_core.device.cuda.runtime import Graph, Runtime
+from kvs_core.device.cuda.steps import PlanTables, StepTable
+from kvs_core.device.cuda.streams import CaptureState, CudaStream, EventPool
+from kvs_core.device.cuda.uploads import FileBytes
+from kvs_core.device.cuda.weights import CudaWeight, RowsSection, WeightStore
+from kvs_core.device.workspace import BufferSpec, Workspace
+from kvs_core.formats.gguf import TensorInfo
+from kvs_core.formats.quants import dequantize_rows, row_bytes
+from kvs_core.memory.phases import Phase
+from kvs_core.paging.geometry import PageGeometry
+from kvs_core.units import MIB, Progress
+
+_EVENTS = 256            # made at start; a schedule with more runs makes more before it is captured
+_PROBE_BYTES = 64 * MIB
+_PROBES = 5
+_TABLE_PIECE_BYTES = 8 * MIB
+
+
+@dataclass(frozen=True, slots=True)
+class _Copied:
+    """Bytes and copies."""
+
+    size_bytes: int = 0
+    calls: int = 0
+
+    def plus(self, other: _Copied) -> _Copied:
+        """Both."""
+        return _Copied(self.size_bytes + other.size_bytes, self.calls + other.calls)
+
+    def since(self, earlier: _Copied) -> _Copied:
+        """What came after ``earlier``."""
+        return _Copied(self.size_bytes - earlier.size_bytes, self.calls - earlier.calls)
+
+
+class CudaDevice:
+    """``Device`` on a CUDA runtime."""
+
+    captures = True
+
+    def __init__(self, runtime: Runtime) -> None:
+        """Takes the runtime over: ``close`` closes it."""
+        self.name = runtime.name
+        self._runtime = runtime
+        self._capture = CaptureState()
+        self._pool = EventPool(runtime, _EVENTS)
+        self._compute, self._copy, self._publish = (
+            CudaStream(name, raw, self._pool, self._capture)
+            for name, raw in (("compute", runtime.compute), ("copy", runtime.copy), ("publish", runtime.publish))
+        )
+        self.compute: Stream = self._compute
+        self.copy: Stream = self._copy
+        self.publish: Stream = self._publish
+        self._closed = False
+        self._state_bytes = 0
+        self._vector_bytes = 0
+        self._tables: list[CudaWeight] = []
+        self._arena: Buffer | None = None
+        self._downloads = np.empty(0, np.uint8)
+        self._link_bytes_per_s = 0.0
+        self._copied = _Copied()
+        self._published = _Copied()
+        self._files = FileBytes(runtime, self._compute)
+        self._weights = WeightStore(runtime.launcher, self._allocate_weights, self._files.upload, self._files.read)
+        self._steps = StepTable(runtime, self._compute)
+        self._plans: PlanTables | None = None
+        self._ops = CudaOps(Context(runtime.launcher, self._steps.memory), runtime.gemm, self._files.upload)
+        self.ops: Ops = self._ops
+        self.capabilities: Capabilities = self._ops.capabilities(runtime.name)
+
+    # Memory.
+
+    def allocate_arena(self, size_bytes: int) -> None:
+        """See ``Device``. Zeroed."""
+        assert self._arena is None, "the arena is allocated once"
+        self._arena = self._runtime.allocate(size_bytes, "the arena")
+
+    def arena_view(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any] | type) -> Buffer:
+        """See ``Device``."""
+        item = np.dtype(dtype)
+        assert self._arena is not None
+        end = offset + prod(shape) * item.itemsize
+        assert 0 <= offset <= end <= self._arena.size, f"bytes [{offset}, {end}) of an arena of {self._arena.size}"
+        return self._runtime.view(self._arena, offset, shape, item)
+
+    def allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any] | type) -> Buffer:
+        """See ``Device``."""
+        item = np.dtype(dtype)
+        size = prod(shape) * item.itemsize
+        self._state_bytes += size
+        return self._runtime.view(self._runtime.allocate(size, "recurrent state"), 0, shape, item)
+
+    def allocate_pinned(self, size_bytes: int) -> np.ndarray:
+        """See ``Device``."""
+        return self._runtime.allocate_pinned(size_bytes)
+
+    def free_bytes(self) -> int:
+        """See ``Device``."""
+        return self._runtime.free_bytes()
+
+    def memory_report(self) -> dict[str, int]:
+        """See ``Device``."""
+        return {
+            "weights": self._weights.held_bytes + self._vector_bytes,
+            "state": self._state_bytes,
+            "arena": 0 if self._arena is None else int(self._arena.size),
+            "tables": 0 if self._plans is None else self._plans.size_bytes,
+        }
+
+    # Weights.
+
+    def prepare_weights(self, infos: Sequence[TensorInfo], progress: Progress | None = None) -> None:
+        """See ``Device``. Matrices are uploaded as they are asked for, and ``progress`` hears of it then."""
+        self._files.expect(sum(info.n_bytes for info in infos), progress)
+
+    def load_vector(self, info: TensorInfo, *, transposed: bool = False) -> Buffer:
+        """See ``Device``."""
+        values = dequantize_rows(info, 0, info.n_elements // info.shape[0]).reshape(info.shape[::-1])
+        self._vector_bytes += values.nbytes
+        return self._files.upload(np.ascontiguousarray(values.T if transposed else values))
+
+    def load_matrix(self, infos: Sequence[TensorInfo], biases: Sequence[TensorInfo | None] = ()) -> Weight:
+        """See ``Device``. Types without a kernel become float16."""
+        return self._weights.load(infos, biases)
+
+    def load_table(self, info: TensorInfo) -> Weight:
+        """See ``Device``. It stays in pinned host memory, where kernels can read it: a step takes a row per token."""
+        n_in, n_out = info.shape
+        rows = self._runtime.allocate_pinned(info.n_bytes)
+        for first in range(0, info.n_bytes, _TABLE_PIECE_BYTES):
+            part = info.data[first : first + _TABLE_PIECE_BYTES]
+            rows[first : first + part.size] = part
+        section = RowsSection(info.quant, 0, n_out, row_bytes(info.quant, n_in), rows, None)
+        table = CudaWeight(info.name, n_in, n_out, (section,), None)
+        self._tables.append(table)
+        return table
+
+    def load_rope(self, table: RopeTable) -> Any:
+        """See ``Device``."""
+        return self._ops.load_rope(table)
+
+    def prepare_ops(
+        self, geometry: PageGeometry, attention: Sequence[AttentionParams], recurrent: Sequence[GdnShape],
+        progress: Progress | None = None,
+    ) -> None:
+        """See ``Device``: compile what the model's steps will launch, or find it in the cache on disk."""
+        self._files.finish()
+        self._weights.finish()
+        weights = list(self._weights.weights)
+        kernels = self._ops.kernels(weights, self._tables, geometry, attention, recurrent)
+        self._runtime.launcher.prepare(kernels, progress)
+
+    def _allocate_weights(self, size_bytes: int) -> Buffer:
+        return self._runtime.allocate(size_bytes, "weights")
+
+    # Layout.
+
+    def page_layout(self, geometry: PageGeometry) -> PageGeometry:
+        """See ``Device``."""
+        return replace(geometry, order=self._ops.page_order(geometry))
+
+    def scratch(self, phase: Phase, sizes: StepSizes) -> Sequence[BufferSpec]:
+        """See ``Device``."""
+        return self._ops.scratch(phase, sizes)
+
+    def bind_scratch(self, workspace: Workspace, phase: Phase) -> None:
+        """See ``Device``."""
+        self._ops.bind_scratch(workspace, phase)
+
+    def reserve_steps(self, layers: int, pages: int, max_rows: int) -> None:
+        """See ``Device``."""
+        self._steps.reserve(max_rows)
+        self._plans = PlanTables(self._runtime, self._compute, layers, pages, self.capabilities.max_decode_rows)
+        self._ops.reserve(self._steps.tokens, self._plans, max_rows)
+
+    # Steps.
+
+    def begin_step(self, inputs: StepInputs) -> None:
+        """See ``Device``."""
+        self._ops.begin_step(inputs)
+        if inputs.phase is Phase.PREFILL:
+            self._steps.enqueue_prefill(inputs)
+        else:
+            self._steps.write(inputs)
+            self._steps.enqueue()
+            self._steps.launched()
+
+    def capture(self, inputs: StepInputs, work: Callable[[], None]) -> Captured:
+        """See ``Device``."""
+        self._ops.begin_step(inputs)
+        before = self._copied
+        self._capture.active = True
+        try:
+            self._runtime.begin_capture()
+            try:
+                self._steps.enqueue()
+                self._copy.wait(self._compute.record())
+                work()
+                self._compute.wait(self._copy.record())
+                graph = self._runtime.end_capture()
+            except BaseException:
+                self._runtime.abandon_capture()
+                raise
+        finally:
+            self._capture.active = False
+            copied = self._copied.since(before)
+            self._copied = before
+        return _CapturedStep(self, graph, copied)
+
+    def drop_captured(self) -> None:
+        """See ``Device``. Their owner has let go of them."""
+
+    def launch(self, graph: Graph, inputs: StepInputs, copied: _Copied) -> None:
+        """Enqueue captured work for a step with these inputs."""
+        self._steps.write(inputs)
+        graph.launch()
+        self._steps.launched()
+        self._copied = self._copied.plus(copied)
+
+    def enqueue_copy(self, dst: Buffer, src: Buffer, stream: Stream) -> None:
+        """See ``Device``."""
+        assert dst.nbytes == src.nbytes, f"{src.nbytes} bytes into {dst.nbytes}"
+        assert isinstance(stream, CudaStream)
+        self._runtime.enqueue_copy(address(dst), address(src), dst.nbytes, stream.raw)
+        if stream is self.copy:
+            self._copied = self._copied.plus(_Copied(dst.nbytes, 1))
+        elif stream is self.publish:
+            self._published = self._published.plus(_Copied(dst.nbytes, 1))
+
+    def discard(self, buffer: Buffer) -> None:
+        """See ``Device``."""
+
+    def download(self, buffer: Buffer) -> np.ndarray:
+        """See ``Device``."""
+        size = int(buffer.nbytes)
+        if self._downloads.size < size:
+            self._downloads = self._runtime.allocate_pinned(size)
+        self._runtime.enqueue_copy(address(self._downloads), address(buffer), size, self._compute.raw)
+        self._compute.synchronize()
+        host: np.ndarray = self._downloads[:size].view(buffer.dtype).reshape(buffer.shape).copy()
+        return host
+
+    # Facts.
+
+    def link_bytes_per_s(self) -> float:
+        """See ``Device``."""
+        if not self._link_bytes_per_s:
+            self._link_bytes_per_s = self._runtime.measure_copies(_PROBE_BYTES, _PROBES)
+        return self._link_bytes_per_s
+
+    def counters(self) -> Counters:
+        """See ``Device``."""
+        return Counters(
+            copy_bytes=self._copied.size_bytes,
+            copy_calls=self._copied.calls,
+            publish_bytes=self._published.size_bytes,
+            publish_calls=self._published.calls,
+            stall_ns=0,
+        )
+
+    def close(self) -> None:
+        """See ``Device``."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            for stream in (self._compute, self._copy, self._publish):
+                stream.synchronize()
+        finally:
+            self._arena = None
+            self._runtime.close()
+
+
+class _CapturedStep:
+    """A graph, and what it copies each time."""
+
+    def __init__(self, device: CudaDevice, graph: Graph, copied: _Copied) -> None:
+        self._device = device
+        self._graph = graph
+        self._copied_each = copied
+
+    def launch(self, inputs: StepInputs) -> None:
+        """See ``Captured``."""
+        self._device.launch(self._graph, inputs, self._copied_each)

@@ -1,0 +1,209 @@
+"""Kernels on a GPU: compiled for it, loaded, launched with as little work per launch as Python allows."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from typing import Any
+
+from kvs_core.device.cuda.arguments import ArgumentBlock
+from kvs_core.device.cuda.driver import INVALID_CONTEXT, Driver
+from kvs_core.device.cuda.kernel import Kernel, Launcher
+from kvs_core.device.cuda.nvrtc import cached_cubin, compile_cached, nvrtc
+from kvs_core.errors import DeviceError
+from kvs_core.units import Progress
+
+LEAST_ARCH = 75
+"""The first compute capability, times ten, that the kernels are written for."""
+
+# CUlaunchConfig: grid, block, bytes of shared memory, stream, attributes, their number
+_CONFIG = struct.Struct("7IQQI0Q")
+# CUlaunchAttribute: id, value; of programmatic stream serialization the value is an int
+_OVERLAP = struct.pack("iiI60x", 6, 0, 1)
+_COMPILERS = 8
+"""Threads that compile at most: each takes some hundred MB."""
+
+_Unit = tuple[str, tuple[tuple[str, int | str], ...]]   # source, defines
+
+
+class _Entry:
+    """A kernel that can be launched. It holds ``kernel``, whose id is its key."""
+
+    __slots__ = ("arguments", "function", "kernel")
+
+    def __init__(self, kernel: Kernel, function: int) -> None:
+        self.kernel = kernel
+        self.function = function
+        self.arguments = ArgumentBlock(kernel)
+
+
+class CudaModules(Launcher):
+    """Launches on one stream of one GPU, from one thread at a time. Works while the stream is captured.
+
+    Launches with ``overlap`` are programmatic dependent launches; GPUs before sm_90 have none and launch plainly.
+    """
+
+    def __init__(self, stream: int, index: int = 0) -> None:
+        """``stream``: a CUstream of GPU ``index``. Raises ``DeviceError`` if there is no driver or compiler."""
+        self._driver = Driver()
+        self._context = self._driver.primary_context(index)
+        self.arch = self._driver.arch(index)
+        self.sm_count = self._driver.attribute(index, "sm_count")
+        self.shared_bytes = self._driver.attribute(index, "shared_bytes")
+        self._stream = stream
+        self._can_overlap = self.arch >= 90
+        self._plain = True
+        self._modules: dict[_Unit, ctypes.c_void_p] = {}
+        self._functions: dict[Kernel, int] = {}
+        self._entries: dict[int, _Entry] = {}   # by id of a Kernel: hashing one takes longer than a launch
+        self._config = ctypes.create_string_buffer(_CONFIG.size)
+        self._attribute = ctypes.create_string_buffer(_OVERLAP, len(_OVERLAP))
+        self._config_at = ctypes.addressof(self._config)
+        self._attribute_at = ctypes.addressof(self._attribute)
+        self._launch = self._driver.library.cuLaunchKernelEx
+        self._launch.argtypes = [ctypes.c_void_p] * 4
+
+    def prepare(self, kernels: Iterable[Kernel], progress: Progress | None = None) -> None:
+        """See ``Launcher.prepare``. ``progress`` counts compilations; those found on disk are done at once."""
+        kernels = list(kernels)
+        units = {(kernel.source, kernel.defines): None for kernel in kernels}
+        missing: list[_Unit] = []
+        for unit in units:
+            if unit not in self._modules:
+                cubin = cached_cubin(*unit, self.arch)
+                if cubin is None:
+                    missing.append(unit)
+                else:
+                    self._modules[unit] = self._load(unit, cubin)
+        if progress:
+            progress(len(units) - len(missing), len(units))
+        if missing:
+            self._compile(missing, len(units), progress)
+        for kernel in kernels:
+            self._enter(kernel)
+
+    def launch(
+        self, kernel: Kernel, grid: Sequence[int], block: int, args: Sequence[Any], *, shared_bytes: int = 0,
+        overlap: bool = False,
+    ) -> None:
+        """See ``Launcher.launch``. Raises ``DeviceError`` if the launch, or earlier work on the GPU, failed."""
+        entry = self._entries.get(id(kernel)) or self._enter(kernel)
+        pointers = entry.arguments.pack(args)
+        x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
+        early = overlap and self._can_overlap and not self._plain
+        self._plain = False
+        _CONFIG.pack_into(
+            self._config, 0, x, y, z, block, 1, 1, shared_bytes, self._stream, self._attribute_at, 1 if early else 0
+        )
+        status = self._launch(self._config_at, entry.function, pointers, None)
+        if status:
+            self._retry(status, entry, f"{kernel.name} ({x}, {y}, {z}) x {block}, {shared_bytes} bytes shared")
+
+    def plain_next(self) -> None:
+        """The next launch waits for all before it, whatever ``overlap`` says: a copy or an event comes before it."""
+        self._plain = True
+
+    def _compile(self, missing: Sequence[_Unit], total: int, progress: Progress | None) -> None:
+        done = total - len(missing)
+        with ThreadPoolExecutor(min(_COMPILERS, os.cpu_count() or 1), "kvs-compile") as pool:
+            jobs = {pool.submit(compile_cached, *unit, self.arch): unit for unit in missing}
+            try:
+                for job in as_completed(jobs):
+                    unit = jobs[job]
+                    self._modules[unit] = self._load(unit, job.result())
+                    done += 1
+                    if progress:
+                        progress(done, total)
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+
+    def _load(self, unit: _Unit, cubin: bytes) -> ctypes.c_void_p:
+        try:
+            return self._driver.load_module(cubin)
+        except DeviceError as error:
+            raise DeviceError(
+                f"{unit[0]}: {error}; compiled by NVRTC {_dotted(nvrtc().version)} for a driver of CUDA "
+                f"{_dotted(self._driver.cuda_version)}: update the driver if that is older"
+            ) from error
+
+    def _enter(self, kernel: Kernel) -> _Entry:
+        function = self._functions.get(kernel)
+        if function is None:
+            unit = kernel.source, kernel.defines
+            if unit not in self._modules:
+                self.prepare([kernel])
+                return self._entries[id(kernel)]
+            function = self._driver.function(self._modules[unit], kernel.name, self.shared_bytes)
+            self._functions[kernel] = function
+        entry = self._entries[id(kernel)] = _Entry(kernel, function)
+        return entry
+
+    def _retry(self, status: int, entry: _Entry, what: str) -> None:
+        """A thread that launches for the first time has no context yet."""
+        if status == INVALID_CONTEXT:
+            self._driver.call("cuCtxSetCurrent", self._context)
+            status = self._launch(self._config_at, entry.function, entry.arguments.pointers, None)
+        self._driver.check(status, f"launching {what}")
+
+
+@dataclass(frozen=True, slots=True)
+class CudaFound:
+    """A GPU that can be used. arch: compute capability times ten; versions of CUDA such as 13.0."""
+
+    index: int
+    name: str
+    arch: int
+    driver_cuda: str
+    nvrtc: str
+
+
+def find_cuda(index: int = 0) -> CudaFound | str:
+    """GPU ``index``, or in one line why it cannot be used and what to do."""
+    try:
+        driver = Driver()
+        gpus = driver.gpus
+        if index >= gpus:
+            return f"there is no GPU {index}; the driver sees {gpus}, counted from 0"
+        name, arch, knows = driver.name(index), driver.arch(index), driver.cuda_version
+        if arch < LEAST_ARCH:
+            return f"GPU {index}, {name}, has compute capability {arch / 10}; {LEAST_ARCH / 10} or newer is needed"
+        problem = _cupy_problem(knows)
+        if problem:
+            return problem
+        compiler = nvrtc()
+        if compiler.version[0] > knows[0]:
+            return (
+                f"the driver knows CUDA {_dotted(knows)}, the compiler NVRTC is {_dotted(compiler.version)}; update "
+                "the driver, or pip install 'kvs-llm[cuda12]'"
+            )
+        if not compiler.supports(arch):
+            return f"NVRTC {_dotted(compiler.version)} does not know sm_{arch} ({name}); install a newer one"
+    except DeviceError as error:
+        return str(error)
+    return CudaFound(index, name, arch, _dotted(knows), _dotted(compiler.version))
+
+
+def _cupy_problem(driver_cuda: tuple[int, int]) -> str:
+    wanted = "cuda13" if driver_cuda[0] >= 13 else "cuda12"
+    try:
+        import cupy
+    except ImportError as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == "cupy":
+            return f"CuPy is not installed; pip install 'kvs-llm[{wanted}]'"
+        return f"CuPy cannot be loaded ({str(error).splitlines()[0]}); pip install 'kvs-llm[{wanted}]'"
+    built = cupy.cuda.runtime.runtimeGetVersion() // 1000
+    if built > driver_cuda[0]:
+        return (
+            f"the driver knows CUDA {_dotted(driver_cuda)}, CuPy is built for {built}; update the driver, or remove "
+            f"that CuPy and pip install 'kvs-llm[{wanted}]'"
+        )
+    return ""
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))

@@ -1,0 +1,94 @@
+"""What the CUDA device needs of a CUDA runtime: memory, streams, events, copies, graphs. ``CupyRuntime`` has it."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+
+from kvs_core.device.base import Buffer
+from kvs_core.device.cuda.kernel import Gemm, Launcher
+
+
+class Event(Protocol):
+    """A reusable mark in a stream."""
+
+    def done(self) -> bool: ...
+
+    def wait(self) -> None: ...
+
+
+class RawStream(Protocol):
+    """A queue of work."""
+
+    def record(self, event: Event) -> None: ...
+
+    def wait(self, event: Event) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class Graph(Protocol):
+    """Captured work."""
+
+    def launch(self) -> None:
+        """Enqueue it on the stream it was captured from."""
+        ...
+
+
+class Runtime(Protocol):
+    """One GPU. Errors of the runtime are ``DeviceError``s.
+
+    compute, copy, publish  its streams; the launcher and the products work on ``compute``
+    """
+
+    name: str
+    launcher: Launcher
+    gemm: Gemm
+    compute: RawStream
+    copy: RawStream
+    publish: RawStream
+
+    def allocate(self, size_bytes: int, purpose: str) -> Buffer:
+        """Zeroed device memory, uint8 [size_bytes]. ``DeviceError`` naming ``purpose`` if there is none."""
+        ...
+
+    def allocate_pinned(self, size_bytes: int) -> np.ndarray:
+        """Host memory that copies move fast, and that kernels can read. ``DeviceError`` if there is none."""
+        ...
+
+    def view(self, memory: Buffer, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Buffer:
+        """A window on device memory."""
+        ...
+
+    def event(self) -> Event:
+        """A new event."""
+        ...
+
+    def enqueue_copy(self, dst: int, src: int, size_bytes: int, stream: RawStream) -> None:
+        """Copy between addresses of device or pinned memory."""
+        ...
+
+    def begin_capture(self) -> None:
+        """Record what is enqueued on ``compute`` from now on, and on streams that wait for it."""
+        ...
+
+    def end_capture(self) -> Graph:
+        """The recorded work, ready to be launched."""
+        ...
+
+    def abandon_capture(self) -> None:
+        """Stop recording; nothing comes of it."""
+        ...
+
+    def measure_copies(self, size_bytes: int, times: int) -> float:
+        """Bytes per second of copies from pinned memory to the device: the median. Blocks; uses memory of its own."""
+        ...
+
+    def free_bytes(self) -> int:
+        """Device memory that could be had now."""
+        ...
+
+    def close(self) -> None:
+        """Release what the runtime holds."""
+        ...

@@ -1,0 +1,78 @@
+"""Bytes of a model's file on their way to the GPU, through two pinned pieces in turn: one is filled while the other is
+copied. Those of a synthetic model are made there."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvs_core.device.base import Buffer, Fence
+from kvs_core.device.cuda.kernel import address
+from kvs_core.device.cuda.ops.synthetic import DrawBlocks
+from kvs_core.device.cuda.runtime import Runtime
+from kvs_core.device.cuda.streams import CudaStream
+from kvs_core.formats.gguf import TensorInfo
+from kvs_core.formats.synthetic_blocks import DrawnBytes
+from kvs_core.units import MIB, Progress
+
+_PIECE_BYTES = 32 * MIB
+
+
+class FileBytes:
+    """Uploads in pieces; ``progress`` hears of the bytes that ``expect`` announced."""
+
+    def __init__(self, runtime: Runtime, compute: CudaStream) -> None:
+        self._runtime = runtime
+        self._compute = compute
+        self._pinned: list[np.ndarray] = []
+        self._fences: list[Fence | None] = [None, None]
+        self._turn = 0
+        self._done = 0
+        self._total = 0
+        self._progress: Progress | None = None
+        self._draw = DrawBlocks(runtime.launcher, self.upload)
+
+    def expect(self, total_bytes: int, progress: Progress | None) -> None:
+        """So many bytes are to come."""
+        self._done, self._total, self._progress = 0, total_bytes, progress
+
+    def read(self, info: TensorInfo, first: int, out: Buffer) -> None:
+        """Fill ``out``, uint8 on the device, with bytes [first, first + len(out)) of a tensor, in stream order."""
+        if isinstance(info.data, DrawnBytes):
+            self._draw.enqueue(info.data, first, out)
+        else:
+            self._copy(info.data[first : first + out.nbytes], address(out))
+        self._done = min(self._done + out.nbytes, self._total)
+        if self._progress is not None:
+            self._progress(self._done, self._total)
+
+    def upload(self, array: np.ndarray) -> Buffer:
+        """A small host array on the device for good, same shape and type."""
+        array = np.ascontiguousarray(array)
+        memory = self._runtime.allocate(array.nbytes, "weights")
+        self._copy(array.reshape(-1).view(np.uint8), address(memory))
+        return self._runtime.view(memory, 0, array.shape, array.dtype)
+
+    def finish(self) -> None:
+        """All is there; the pinned pieces go. More uploads take new ones."""
+        self._compute.synchronize()
+        self._pinned = []
+        self._draw.finish()
+        self._progress = None
+
+    def _copy(self, data: np.ndarray, target: int) -> None:
+        for start in range(0, data.size, _PIECE_BYTES):
+            part = data[start : start + _PIECE_BYTES]
+            staged = self._next_piece()[: part.size]
+            np.copyto(staged, part)
+            self._runtime.enqueue_copy(target + start, address(staged), part.size, self._compute.raw)
+            self._fences[self._turn] = self._compute.record()
+
+    def _next_piece(self) -> np.ndarray:
+        if not self._pinned:
+            self._pinned = [self._runtime.allocate_pinned(_PIECE_BYTES) for _ in range(2)]
+            self._fences = [None, None]
+        self._turn = 1 - self._turn
+        fence = self._fences[self._turn]
+        if fence is not None:
+            fence.wait()
+        return self._pinned[self._turn]

@@ -1,0 +1,287 @@
+"""A model's matrices on the GPU: as weight records where ``matmul_decode.cu`` has the type, else as in the file.
+
+A ``CudaWeight`` joins tensors, their rows one after the other. Consecutive tensors whose type is kept in the same way
+form a section:
+
+    RecordSection  tiles of 16 rows x 256 columns, see ``cuda_src/common/records.cuh``; rows and columns padded by zeros
+    RowsSection    rows of GGUF blocks, back to back: a type of ``ROW_TYPES``
+
+Bytes come from the file (or from a generator) through ``Source``, piece by piece, and are repacked on the GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import groupby
+
+import numpy as np
+from gguf.constants import GGMLQuantizationType
+
+from kvs_core.device.base import Buffer
+from kvs_core.device.cuda.kernel import I32, PTR, Kernel, Launcher
+from kvs_core.formats.gguf import TensorInfo
+from kvs_core.formats.quants import dequantize_rows, row_bytes
+from kvs_core.units import MIB, align_up, ceil_div
+
+Quant = GGMLQuantizationType
+
+RECORD_TYPES = (
+    Quant.Q8_0, Quant.Q4_K, Quant.Q5_K, Quant.Q6_K, Quant.IQ4_XS, Quant.Q4_0, Quant.Q4_1, Quant.Q5_0, Quant.Q5_1,
+    Quant.IQ4_NL,
+)
+"""Types that are kept as records."""
+
+ROW_TYPES = (Quant.F32, Quant.F16, Quant.BF16, Quant.Q2_K, Quant.Q3_K)
+"""Types that stay as in the file. Those of neither list become float16."""
+
+TILE_ROWS = 16
+BLOCK = 256
+"""Columns of a record."""
+
+PIECE_BYTES = 64 * MIB
+"""Of the file, on the device at once while records are made of them; long enough for the link's full rate."""
+
+_ROWS_PER_GROUP = 8   # warps of a block of repack.cu
+
+Allocate = Callable[[int], Buffer]
+"""Device memory of so many bytes, uint8, for good."""
+Upload = Callable[[np.ndarray], Buffer]
+"""A small host array on the device, same shape and type, for good."""
+Source = Callable[[TensorInfo, int, Buffer], None]
+"""source(info, first, out): fill ``out``, uint8 on the device, with the tensor's bytes [first, first + len(out)).
+On the compute stream: it may return before they are there, and work enqueued earlier may still read ``out``."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecordSection:
+    """Rows [first_row, first_row + n_rows) of a weight as records.
+
+    records      uint8 [n_tiles * n_blocks * record bytes]
+    interleaved  tile i holds rows 8 i .. 8 i + 7 of the first half (gate) and the same of the second half (up)
+    bias         float32 [n_rows] or None
+    """
+
+    quant: Quant
+    first_row: int
+    n_rows: int
+    n_blocks: int
+    records: Buffer
+    interleaved: bool
+    bias: Buffer | None
+
+    @property
+    def n_tiles(self) -> int:
+        """Row tiles."""
+        return ceil_div(self.n_rows, TILE_ROWS)
+
+    @property
+    def tile_step(self) -> int:
+        """Rows from the first of a tile to the first of the next."""
+        return TILE_ROWS // 2 if self.interleaved else TILE_ROWS
+
+    @property
+    def half_step(self) -> int:
+        """Rows from the first half of a tile to the second."""
+        return self.n_rows // 2 if self.interleaved else TILE_ROWS // 2
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowsSection:
+    """Rows [first_row, first_row + n_rows) of a weight as in the file, or as float16.
+
+    rows  uint8 [n_rows * row_bytes]: blocks of ``quant``
+    bias  float32 [n_rows] or None
+    """
+
+    quant: Quant
+    first_row: int
+    n_rows: int
+    row_bytes: int
+    rows: Buffer
+    bias: Buffer | None
+
+
+Section = RecordSection | RowsSection
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CudaWeight:
+    """A matrix [n_out, n_in], perhaps of several tensors. See ``Weight`` in ``device/base.py``.
+
+    bias  float32 [n_out] or None; sections have views of it
+    """
+
+    name: str
+    n_in: int
+    n_out: int
+    sections: tuple[Section, ...]
+    bias: Buffer | None
+
+    @property
+    def swiglu(self) -> RecordSection | None:
+        """The only section, if its tiles hold gate and up rows side by side."""
+        first = self.sections[0]
+        return first if isinstance(first, RecordSection) and first.interleaved else None
+
+
+def record_bytes(quant: Quant) -> int:
+    """Bytes of a record: those of 16 rows of 256 values in the file."""
+    return TILE_ROWS * row_bytes(quant, BLOCK)
+
+
+def held_type(quant: Quant) -> Quant:
+    """The type in which values of that type are held."""
+    return quant if quant in RECORD_TYPES or quant in ROW_TYPES else Quant.F16
+
+
+@cache
+def repack_kernel(quant: Quant) -> Kernel:
+    """GGUF rows to records."""
+    return Kernel("repack.cu", "repack", (PTR, I32, I32, I32, I32, I32, I32, PTR), (("TYPE", quant.name),))
+
+
+class WeightStore:
+    """Loads matrices, each once: the same tensors give the same weight."""
+
+    def __init__(
+        self, launcher: Launcher, allocate: Allocate, upload: Upload, source: Source, piece_bytes: int = PIECE_BYTES
+    ) -> None:
+        self.held_bytes = 0
+        self._launcher = launcher
+        self._allocate = allocate
+        self._upload = upload
+        self._source = source
+        self._piece_bytes = piece_bytes
+        self._piece: Buffer = None
+        self._weights: dict[tuple[tuple[str, ...], tuple[str | None, ...]], CudaWeight] = {}
+
+    @property
+    def weights(self) -> Iterable[CudaWeight]:
+        """All that was loaded."""
+        return self._weights.values()
+
+    def load(self, infos: Sequence[TensorInfo], biases: Sequence[TensorInfo | None] = ()) -> CudaWeight:
+        """Matrices of GGUF shape [n_in, n_out], joined. ``biases``: none, or one entry each.
+
+        A gate and an up matrix of a feed-forward (told by their names) of one record type are interleaved, so that one
+        kernel can multiply both and join them.
+        """
+        assert infos
+        assert not biases or len(biases) == len(infos)
+        biases = tuple(biases) if any(bias is not None for bias in biases) else (None,) * len(infos)
+        key = tuple(info.name for info in infos), tuple(None if bias is None else bias.name for bias in biases)
+        found = self._weights.get(key)
+        if found is None:
+            found = self._weights[key] = self._load(infos, biases)
+        return found
+
+    def finish(self) -> None:
+        """Give up the memory that only loading needs; the next ``load`` takes it again."""
+        self._piece = None
+
+    def _load(self, infos: Sequence[TensorInfo], biases: Sequence[TensorInfo | None]) -> CudaWeight:
+        n_in = infos[0].shape[0]
+        assert all(info.shape[0] == n_in for info in infos)
+        bias = self._bias(infos, biases)
+        interleaved = bias is None and _gate_and_up(infos)
+        sections: list[Section] = []
+        first_row = 0
+        for quant, group in groupby(infos, key=lambda info: held_type(info.quant)):
+            parts = list(group)
+            n_rows = sum(info.shape[1] for info in parts)
+            own_bias = None if bias is None else bias[first_row : first_row + n_rows]
+            if quant in RECORD_TYPES:
+                records = self._records(parts, n_rows, interleaved)
+                n_blocks = ceil_div(n_in, BLOCK)
+                sections.append(RecordSection(quant, first_row, n_rows, n_blocks, records, interleaved, own_bias))
+            else:
+                rows = self._rows(parts, quant)
+                sections.append(RowsSection(quant, first_row, n_rows, row_bytes(quant, n_in), rows, own_bias))
+            first_row += n_rows
+        name = "+".join(info.name for info in infos)
+        return CudaWeight(name, n_in, first_row, tuple(sections), bias)
+
+    def _take(self, size_bytes: int) -> Buffer:
+        self.held_bytes += size_bytes
+        return self._allocate(size_bytes)
+
+    def _bias(self, infos: Sequence[TensorInfo], biases: Sequence[TensorInfo | None]) -> Buffer | None:
+        if all(bias is None for bias in biases):
+            return None
+        values = [
+            np.zeros(info.shape[1], np.float32) if bias is None else dequantize_rows(bias, 0, 1)[0]
+            for info, bias in zip(infos, biases, strict=True)
+        ]
+        joined = np.concatenate(values)
+        self.held_bytes += joined.nbytes
+        return self._upload(joined)
+
+    def _rows(self, infos: Sequence[TensorInfo], quant: Quant) -> Buffer:
+        size = row_bytes(quant, infos[0].shape[0])
+        held = self._take(size * sum(info.shape[1] for info in infos))
+        step = max(1, self._piece_bytes // size)
+        at = 0
+        for info in infos:
+            for row in range(0, info.shape[1], step):
+                count = min(step, info.shape[1] - row)
+                out = held[at : at + count * size]
+                if info.quant is quant:
+                    self._source(info, row * size, out)
+                else:
+                    self._source(_as_halves(info, row, count), 0, out)
+                at += count * size
+        return held
+
+    def _records(self, infos: Sequence[TensorInfo], n_rows: int, interleaved: bool) -> Buffer:
+        quant, n_in = infos[0].quant, infos[0].shape[0]
+        n_tiles, n_blocks = ceil_div(n_rows, TILE_ROWS), ceil_div(n_in, BLOCK)
+        records = self._take(n_tiles * n_blocks * record_bytes(quant))
+        first_row = 0
+        for half, info in enumerate(infos):
+            at = 0 if interleaved else first_row
+            ends = not interleaved and first_row + info.shape[1] == n_rows
+            for row, count, piece in self._pieces(info):
+                # The last rows bring the padding of the last tile with them.
+                written = count
+                if ends and row + count == info.shape[1]:
+                    written += align_up(n_rows, TILE_ROWS) - n_rows
+                self._launcher.launch(
+                    repack_kernel(quant), (ceil_div(written, _ROWS_PER_GROUP), n_blocks, 1), 32 * _ROWS_PER_GROUP,
+                    (piece, count, written, n_in, at + row, int(interleaved), half, records),
+                )
+            first_row += info.shape[1]
+        return records
+
+    def _pieces(self, info: TensorInfo) -> Iterator[tuple[int, int, Buffer]]:
+        """A tensor's rows on the device, some at a time: first row, rows, bytes. Each is good until the next."""
+        size = row_bytes(info.quant, info.shape[0])
+        step = max(1, self._piece_bytes // size)
+        for row in range(0, info.shape[1], step):
+            count = min(step, info.shape[1] - row)
+            if self._piece is None or len(self._piece) < count * size:
+                self._piece = self._allocate(max(count * size, self._piece_bytes))
+            piece = self._piece[: count * size]
+            self._source(info, row * size, piece)
+            yield row, count, piece
+
+
+def _gate_and_up(infos: Sequence[TensorInfo]) -> bool:
+    """Whether these are the two halves of a SwiGLU that can share tiles."""
+    if len(infos) != 2:
+        return False
+    gate, up = infos
+    return (
+        "ffn_gate" in gate.name and "ffn_up" in up.name and gate.quant is up.quant and gate.quant in RECORD_TYPES
+        and gate.shape == up.shape and gate.shape[1] % (TILE_ROWS // 2) == 0
+    )
+
+
+def _as_halves(info: TensorInfo, first_row: int, n_rows: int) -> TensorInfo:
+    """Rows of a tensor as a float16 tensor of their own; what float16 does not hold becomes its largest number."""
+    values = dequantize_rows(info, first_row, n_rows)
+    limit = np.finfo(np.float16).max
+    halves = np.clip(values, -limit, limit).astype(np.float16)
+    data = halves.reshape(-1).view(np.uint8)
+    return TensorInfo(info.name, (info.shape[0], n_rows), Quant.F16, halves.size, data.size, data)

@@ -1,0 +1,225 @@
+"""Synthetic models: the shapes of a real model, random weights, no file. For measuring; their text means nothing.
+
+``SHAPE:MIX[:mtp]``, such as ``qwen3.5-27b:iq4_xs``. The metadata come from ``SHAPES``, the tensors from the table of the
+arch, their types from ``MIXES``, their values from a hash of their names (``formats/synthetic_blocks.py``): equal names
+are equal models, in memory and in a file.
+
+Weights are scaled so that an input of rms 1 to a matrix gives outputs of the rms in ``_GAINS``: the residual stream grows
+to a few units in 64 layers, logits have a standard deviation of 2, recurrent state decays by 0.78 to 0.997 a token.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+import numpy.typing as npt
+from gguf.constants import GGML_QUANT_VERSION, GGMLQuantizationType
+
+from kvs_core.errors import SettingsError
+from kvs_core.formats.gguf import SYNTHETIC_KEY, GgufFile, MetaValue, TensorInfo
+from kvs_core.formats.gguf_writer import data_bytes
+from kvs_core.formats.quants import row_bytes
+from kvs_core.formats.synthetic_blocks import DrawnBytes
+from kvs_core.formats.synthetic_vocab import synthetic_vocab
+from kvs_core.models import qwen35
+from kvs_core.models.spec import TensorSpec
+from kvs_core.models.weights import is_matrix
+from kvs_core.settings.rooms import SYNTHETIC_PREFIX
+
+Quant = GGMLQuantizationType
+
+_MTP = "mtp"
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of a ``qwen35`` model; names as in its metadata. The output head is not tied to the embedding."""
+
+    blocks: int
+    embd: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rotated: int
+    sections: tuple[int, int, int, int]
+    ssm_state: int
+    ssm_k_heads: int
+    ssm_v_heads: int
+    vocab: int
+    context: int
+    rope_base: float = 1e7
+
+
+SHAPES: Mapping[str, Shape] = MappingProxyType({
+    # Qwen3.5-27B; Qwen3.6-27B and Qwen3.8-27B are alike.
+    "qwen3.5-27b": Shape(64, 5120, 17408, 24, 4, 256, 64, (11, 11, 10, 0), 128, 16, 48, 248320, 262144),
+    # No published model: quick to make and to run.
+    "small": Shape(12, 1024, 3584, 8, 2, 256, 64, (11, 11, 10, 0), 128, 4, 12, 32768, 262144),
+    "tiny": Shape(8, 256, 512, 4, 2, 64, 16, (3, 3, 2, 0), 64, 2, 4, 512, 32768),
+})
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """Types of the matrices; vectors and the taps of convolutions are float32.
+
+    base   of all that the others leave
+    head   of the output head
+    kinds  by the tensor's name inside its block
+    more   as ``kinds``, but for some of the layers that have such a tensor: see ``_gets_more``
+    """
+
+    base: Quant
+    head: Quant
+    kinds: Mapping[str, Quant] = field(default_factory=dict)
+    more: Mapping[str, Quant] = field(default_factory=dict)
+
+
+def _pure(quant: Quant, head: Quant | None = None) -> Mix:
+    return Mix(quant, head or quant)
+
+
+MIXES: Mapping[str, Mix] = MappingProxyType({
+    "iq4_xs": _pure(Quant.IQ4_XS, head=Quant.Q6_K),
+    "q4_k": _pure(Quant.Q4_K, head=Quant.Q6_K),
+    "q4_k_m": Mix(
+        Quant.Q4_K, Quant.Q6_K, kinds={"attn_qkv": Quant.Q5_K}, more={"attn_v": Quant.Q6_K, "ffn_down": Quant.Q6_K}
+    ),
+    "q5_k_m": Mix(
+        Quant.Q5_K, Quant.Q6_K, kinds={"attn_qkv": Quant.Q6_K}, more={"attn_v": Quant.Q6_K, "ffn_down": Quant.Q6_K}
+    ),
+    "q4_0": _pure(Quant.Q4_0, head=Quant.Q6_K),
+    "q6_k": _pure(Quant.Q6_K),
+    "q8_0": _pure(Quant.Q8_0),
+    "f16": _pure(Quant.F16),
+    "bf16": _pure(Quant.BF16),
+})
+"""The mixed ones follow llama-quantize; the others have one type, but for the head."""
+
+_GAINS = {"ffn_down": 0.6, "attn_output": 0.3, "ssm_out": 0.25, "ssm_alpha": 0.3, "output": 2.0}
+_EMBEDDING_STD = 1.0
+
+
+def synthetic_model(name: str) -> GgufFile:
+    """The model of that name, as a file that nobody has written. Its ``file_bytes`` are those of its tensors.
+
+    Raises SettingsError, with the names there are.
+    """
+    parts = name.split(":")
+    mtp = len(parts) == 3 and parts[2] == _MTP
+    if len(parts) - mtp != 2 or parts[0] not in SHAPES or parts[1] not in MIXES:
+        raise SettingsError(
+            f"{name!r:.80} is no synthetic model: give SHAPE:MIX or SHAPE:MIX:{_MTP}, with a shape of "
+            f"{', '.join(SHAPES)} and a mix of {', '.join(MIXES)}"
+        )
+    shape, mix = SHAPES[parts[0]], MIXES[parts[1]]
+    path = Path(f"{SYNTHETIC_PREFIX}{name}")
+    metadata = MappingProxyType(_metadata(f"synthetic {' '.join(parts)}", shape, mtp))
+    bare = qwen35.read_spec(GgufFile(path, 3, 0, metadata, {}))
+    table = [*qwen35.trunk_tensors(bare), *qwen35.nextn_tensors(bare)]
+    tensors = {spec.name: _tensor(spec, mix, shape) for spec in table if not _shared(spec.name)}
+    return GgufFile(path, 3, data_bytes(tensors.values()), metadata, MappingProxyType(tensors))
+
+
+def _metadata(title: str, shape: Shape, mtp: bool) -> dict[str, MetaValue]:
+    sizes: dict[str, MetaValue] = {
+        "block_count": shape.blocks + mtp,
+        "context_length": shape.context,
+        "embedding_length": shape.embd,
+        "feed_forward_length": shape.ffn,
+        "attention.head_count": shape.heads,
+        "attention.head_count_kv": shape.kv_heads,
+        "attention.key_length": shape.head_dim,
+        "attention.value_length": shape.head_dim,
+        "attention.layer_norm_rms_epsilon": float(np.float32(1e-6)),   # as a file gives it back
+        "rope.dimension_count": shape.rotated,
+        "rope.dimension_sections": np.array(shape.sections, np.int32),
+        "rope.freq_base": shape.rope_base,
+        "ssm.conv_kernel": 4,
+        "ssm.state_size": shape.ssm_state,
+        "ssm.group_count": shape.ssm_k_heads,
+        "ssm.time_step_rank": shape.ssm_v_heads,
+        "ssm.inner_size": shape.ssm_v_heads * shape.ssm_state,
+        "full_attention_interval": 4,
+    }
+    if mtp:
+        sizes["nextn_predict_layers"] = 1
+    return {
+        "general.architecture": qwen35.ARCH,
+        "general.type": "model",
+        "general.name": title,
+        "general.quantization_version": GGML_QUANT_VERSION,
+        SYNTHETIC_KEY: True,
+        **{f"{qwen35.ARCH}.{key}": value for key, value in sizes.items()},
+        **synthetic_vocab(shape.vocab),
+    }
+
+
+def _shared(name: str) -> bool:
+    """Whether the MTP block takes it from the trunk."""
+    return name.endswith(("nextn.embed_tokens.weight", "nextn.shared_head_head.weight"))
+
+
+def _tensor(spec: TensorSpec, mix: Mix, shape: Shape) -> TensorInfo:
+    n_elements = int(np.prod(spec.shape))
+    if is_matrix(spec):
+        quant = _quant(spec.name, mix, shape)
+        n_in, n_out = spec.shape
+        n_bytes = n_out * row_bytes(quant, n_in)
+        kind = _kind(spec.name)
+        std = _EMBEDDING_STD if kind == "token_embd" else _GAINS.get(kind, 1.0) / n_in**0.5
+        return TensorInfo(
+            spec.name, spec.shape, quant, n_elements, n_bytes, DrawnBytes(quant, std, _seed(spec.name), n_bytes)
+        )
+    values = _small(spec).astype(np.float32)
+    return TensorInfo(spec.name, spec.shape, Quant.F32, n_elements, values.nbytes, values.reshape(-1).view(np.uint8))
+
+
+def _kind(name: str) -> str:
+    """``attn_v`` of ``blk.3.attn_v.weight``."""
+    return name.removesuffix(".weight").split(".")[-1]
+
+
+def _quant(name: str, mix: Mix, shape: Shape) -> Quant:
+    kind = _kind(name)
+    if kind == "output":
+        return mix.head
+    if kind in mix.more:
+        layer = int(name.split(".")[1])
+        if _gets_more(layer, shape.blocks):
+            return mix.more[kind]
+    return mix.kinds.get(kind, mix.base)
+
+
+def _gets_more(layer: int, layers: int) -> bool:
+    """The first and last eighth of the layers and every third between, as llama-quantize has it."""
+    eighth = layers // 8
+    return layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
+
+
+def _seed(name: str) -> int:
+    return zlib.crc32(name.encode())
+
+
+def _small(spec: TensorSpec) -> npt.NDArray[np.float64]:
+    """What is not multiplied with rows, shape reversed as NumPy has it."""
+    rng = np.random.default_rng(_seed(spec.name))
+    shape = spec.shape[::-1]
+    kind = _kind(spec.name)
+    if kind == "ssm_conv1d":
+        taps = rng.normal(0.0, 0.3, shape)
+        taps[:, -1] += 0.8   # the last tap meets the current token
+        return taps
+    if kind in ("bias", "ssm_a"):
+        # log(decay) is softplus(alpha + dt) * a: dt and the decay are drawn, a is what is left.
+        rng = np.random.default_rng(_seed(f"{spec.name.split('.')[1]} decay"))
+        rate = np.exp(rng.uniform(np.log(0.003), np.log(0.25), shape))
+        dt = rng.uniform(-4.0, 0.0, shape)
+        return dt if kind == "bias" else -rate / np.log1p(np.exp(dt))
+    return rng.normal(1.0, 0.1, shape)

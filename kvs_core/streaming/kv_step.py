@@ -1,0 +1,114 @@
+"""KvStep: one open step of a ``KvStream``, from ``begin`` to ``settle``."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from time import perf_counter
+from types import TracebackType
+from typing import Protocol
+
+from kvs_core.device.base import Buffer, Device
+from kvs_core.memory.phases import Phase
+from kvs_core.paging.geometry import PageGeometry
+from kvs_core.streaming.layer_kv import AttentionScratch, LayerKv, LoadedPlan
+from kvs_core.streaming.streamer import Streamer
+
+
+class StepOwner(Protocol):
+    """What a step asks of the ``KvStream`` it belongs to."""
+
+    geometry: PageGeometry
+    layers: int
+    streamer: Streamer
+
+    def plan(self, layer: int, rows: int, phase: Phase) -> LoadedPlan: ...
+
+    def wait_layer(self, layer: int) -> None: ...
+
+    def signature(self, rows: int) -> Hashable: ...
+
+    def settle(self, keep: int) -> None: ...
+
+    def abandon(self) -> None: ...
+
+    def step_closed(self, longest_gap_s: float) -> None: ...
+
+
+class KvStep:
+    """One open step. ``layer(i)`` lends the KV of attention layer i; layers are used in order, each once."""
+
+    def __init__(
+        self, kv: StepOwner, device: Device, first_position: int, rows: int, phase: Phase, pool: Buffer,
+        scratch: AttentionScratch,
+    ) -> None:
+        self.first_position = first_position
+        self.rows = rows
+        self.phase = phase
+        self.pool = pool
+        self.scratch = scratch
+        self._kv = kv
+        self._device = device
+        self._open = True
+        self._longest_gap_s = 0.0
+        self._last_attention_s: float | None = None
+
+    def __enter__(self) -> KvStep:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._open:
+            self._close()
+            self._kv.abandon()
+
+    def layer(self, layer: int) -> LayerKv:
+        """The KV of one attention layer, for this step."""
+        assert self._open, "the step is over"
+        return LayerKv(self._device, self._kv.geometry, self._kv.streamer, self, layer)
+
+    def settle(self, keep: int) -> None:
+        """Commit the first ``keep`` rows, drop the rest, and close the step."""
+        assert self._open, "the step is over"
+        assert 0 <= keep <= self.rows, f"{keep} of {self.rows} rows"
+        self._close()
+        self._kv.settle(keep)
+
+    # For LayerKv.
+
+    def plan(self, layer: int) -> LoadedPlan:
+        """What attention of a layer reads, in pages that the compute stream has been told to wait for."""
+        self._kv.wait_layer(layer)
+        return self._kv.plan(layer, self.rows, self.phase)
+
+    @property
+    def signature(self) -> Hashable:
+        """What captured work for this step depends on beside its width: equal signatures move and read the same bytes.
+
+        Makes every layer's plan known to the device.
+        """
+        return self._kv.signature(self.rows)
+
+    def before_launch(self) -> None:
+        """Let the compute stream wait for all that a captured step relies on."""
+        for layer in range(self._kv.layers):
+            self._kv.wait_layer(layer)
+        self._kv.streamer.settle_fences()
+
+    def after_capture(self) -> None:
+        """The step has been captured instead of run."""
+        self._kv.streamer.forget_fences()
+
+    def begin_attention(self) -> None:
+        """Attention of a layer begins."""
+        now = perf_counter()
+        if self._last_attention_s is not None:
+            self._longest_gap_s = max(self._longest_gap_s, now - self._last_attention_s)
+
+    def end_attention(self) -> None:
+        """Attention of a layer is enqueued."""
+        self._last_attention_s = perf_counter()
+
+    def _close(self) -> None:
+        self._open = False
+        self._kv.step_closed(self._longest_gap_s)

@@ -1,0 +1,102 @@
+"""Every kernel compiles for every GPU that the package promises. NVRTC needs no GPU for that."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
+from pkgutil import walk_packages
+
+import pytest
+
+from kvs_core.device import cuda
+from kvs_core.device.cuda.kernel import Kernel
+from kvs_core.device.cuda.nvrtc import SOURCES, compile_only, nvrtc
+from kvs_core.errors import DeviceError
+
+ARCHS = (75, 80, 86, 89, 90, 100, 120)
+
+# Sources ask for the arch by thresholds: from sm_80 on, from sm_90 on. Of the archs between two thresholds one compiles
+# all instances, or they share out instances with every value of every define. Each compiles something of each source.
+ALL_INSTANCES = 90
+SHARED_OUT = {75: (75,), 80: (80, 86, 89), 86: (80, 86, 89), 89: (80, 86, 89)}
+
+_Unit = tuple[str, tuple[tuple[str, int | str], ...]]
+
+FAMILIES = {
+    module.name.rsplit(".", 1)[-1]: import_module(module.name)
+    for module in walk_packages(cuda.__path__, f"{cuda.__name__}.")
+    if hasattr(import_module(module.name), "instances")
+}
+"""The modules that launch kernels, and say which: ``instances(arch)``."""
+
+
+def instances(family: str, arch: int) -> Iterator[Kernel]:
+    """What a family launches on such a GPU."""
+    yield from FAMILIES[family].instances(arch)
+
+
+def every_value(units: Iterable[_Unit]) -> list[_Unit]:
+    """Few of ``units``, so that each value of each define is compiled at least once for each source."""
+    met: set[tuple[str, object]] = set()
+    chosen = []
+    for source, defines in units:
+        new = {(source, define) for define in (*defines, None)} - met
+        if new:
+            met |= new
+            chosen.append((source, defines))
+    return chosen
+
+
+def one_of_each_source(units: Iterable[_Unit]) -> Iterable[_Unit]:
+    """The last one of each source."""
+    return {source: (source, defines) for source, defines in units}.values()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiler() -> None:
+    """Skips where NVRTC is missing; in CI it must be there."""
+    try:
+        nvrtc()
+    except DeviceError as error:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_kernels_compile(family: str, arch: int) -> None:
+    """All instances for sm_90, every value of every define before that, every source for newer ones."""
+    names: dict[_Unit, set[str]] = {}
+    for kernel in instances(family, arch):
+        names.setdefault((kernel.source, kernel.defines), set()).add(kernel.name)
+    assert names
+    if arch == ALL_INSTANCES:
+        units = list(names)
+    else:
+        archs = SHARED_OUT.get(arch, ())
+        chosen = every_value(names) if archs else []
+        mine = chosen[archs.index(arch) :: len(archs)] if archs else []
+        units = list(dict.fromkeys((*mine, *one_of_each_source(names))))
+
+    def compiled(unit: _Unit) -> str:
+        try:
+            cubin = compile_only(*unit, arch)
+        except DeviceError as error:
+            return str(error)
+        missing = [name for name in sorted(names[unit]) if f".text.{name}\0".encode() not in cubin]
+        return f"{unit}: no {', '.join(missing)}" if missing else ""
+
+    workers = (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    with ThreadPoolExecutor(max(workers, 1)) as pool:
+        errors = list(filter(None, pool.map(compiled, units)))
+    assert not errors, "\n".join(errors)
+
+
+def test_no_source_is_left_out() -> None:
+    """Every source belongs to a family that names its instances, on the newest arch and the oldest."""
+    for arch in (ARCHS[0], ARCHS[-1]):
+        compiled = {kernel.source for family in FAMILIES for kernel in instances(family, arch)}
+        assert compiled == {path.name for path in SOURCES.glob("*.cu")}, arch
