@@ -1,6 +1,6 @@
-// Rows of f32 to activation records (common/quant256.cuh), and the steps that go with it. One warp per (256 values, row);
-// grid (blocks of four 256-blocks, rows), 128 threads. Rows of n numbers lie ``stride`` numbers apart. Those of add_quant
-// and apply_parts begin at 16 bytes if n is a multiple of 4; of the others n always is, and they do.
+// Rows of f32 to activation records (common/quant256.cuh), and the steps that go with it. One warp per (256 values,
+// row); grid (blocks of four 256-blocks, rows), 128 threads. Rows of n numbers lie ``stride`` numbers apart. Those of
+// add_quant and apply_parts begin at 16 bytes if n is a multiple of 4; of the others n always is, and they do.
 #include "common/quant256.cuh"
 
 struct Place { int lane, block, first, row; };
@@ -37,8 +37,8 @@ constexpr int MOST_PARTS = 4;
 
 // v = x + parts in order, written back to x.   parts [n_parts][rows][part_stride], part_stride a multiple of 4
 template <bool QUADS>
-DEVICE void add_parts(float (&v)[8], float* x, const float* parts, int n_parts, int part_stride, const Place& p, int rows,
-                      int n) {
+DEVICE void add_parts(float (&v)[8], float* x, const float* parts, int n_parts, int part_stride, const Place& p,
+                      int rows, int n) {
   float q[MOST_PARTS][8];
   load8_of<QUADS>(v, x, p.first, n);
 #pragma unroll
@@ -82,12 +82,12 @@ DEVICE void add_and_norm(const Place& p, float* x, const float* parts, int n_par
   if (records) quant256_to(v, p.lane, records, p.block, p.row, rows);
 }
 
-// Residual add and RMS norm without a sum over the row: x += parts; x * norm as records and as f32 rows; sums[row][block]
-// of squares. A product of x * norm is scaled by 1 / sqrt(mean square + eps) afterwards, the same for all of a row.
+// Residual add and RMS norm without a sum over the row: x += parts; x * norm as records and as f32 rows; sums of
+// squares [row][block]. A product of x * norm is scaled by 1 / sqrt(mean square + eps) afterwards.
 //   records  or null    normed  [rows][n] or null
 extern "C" __global__ void __launch_bounds__(128)
-add_quant(float* x, int stride, const float* parts, int n_parts, int part_stride, const float* __restrict__ norm, int rows,
-          int n, u8* records, float* normed, float* sums) {
+add_quant(float* x, int stride, const float* parts, int n_parts, int part_stride, const float* __restrict__ norm,
+          int rows, int n, u8* records, float* normed, float* sums) {
   const Place p = place();
   float* row = x + (size_t)p.row * stride;
   if (n % 4 == 0) add_and_norm<true>(p, row, parts, n_parts, part_stride, norm, rows, n, records, normed, sums);

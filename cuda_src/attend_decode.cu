@@ -4,10 +4,10 @@
 //   q      f16 [kv heads][columns rounded up to 8][256], scaled by log2 e, dims in the order of fragment_query
 //   pages  pool + slots[page] * slot_bytes
 //
-// A block adds the pages of its units (common/page_walk.cuh) one by one, one step of the running softmax each. It has 16
-// warps: for the scores, warp w owns tokens 16w.. of the page; for the output, dims 16w... A warp brings its own pieces of
-// K and V; the block meets twice per page, to exchange maxima and weights. No sum depends on which tile or pass a column
-// is in.
+// A block adds the pages of its units (common/page_walk.cuh) one by one, one step of the running softmax each. It has
+// 16 warps: for the scores, warp w owns tokens 16w.. of the page; for the output, dims 16w... A warp brings its own
+// pieces of K and V; the block meets twice per page, to exchange maxima and weights. No sum depends on which tile or
+// pass a column is in.
 //
 // Variants (-D)
 //   ROWS, REP, KV_HEADS   rows of the step (T), query heads per kv head (R), kv heads (G)
@@ -34,7 +34,7 @@ constexpr int QUERIES_AT = WARPS * WARP_RING;
 constexpr int WEIGHT_ROW = 544;                                  // 256 halves and a pad against bank conflicts
 constexpr int WEIGHTS_AT = QUERIES_AT + PASS_COLUMNS * 512;
 constexpr int MAXIMA_AT = WEIGHTS_AT + PASS_COLUMNS * WEIGHT_ROW;
-constexpr int BARRIERS_AT = MAXIMA_AT + 2 * PASS_COLUMNS * 4;    // of a warp: K piece 0, K piece 1, V
+constexpr int BARRIERS_AT = MAXIMA_AT + 2 * PASS_COLUMNS * 4;    // with a ring, of a warp: K piece 0, K piece 1, V
 
 constexpr int UNROLL = TILES >= 3 ? 1 : 2;
 
@@ -54,10 +54,11 @@ DEVICE uint4 load128(Source at) { return *(const uint4*)at; }
 #endif
 
 extern "C" __global__ void __launch_bounds__(512, 1)
-attend_decode(const u16* q, const u8* pool, long long slot_bytes, const int* __restrict__ step_table, const int* __restrict__ slots,
-              const PlanCall* __restrict__ call, const PlanPart* __restrict__ all_parts, float* scratch,
-              int scratch_rows) {
+attend_decode(const u16* q, const u8* pool, long long slot_bytes, const int* __restrict__ step_table,
+              const int* __restrict__ slots, const PlanCall* __restrict__ call, const PlanPart* __restrict__ all_parts,
+              float* scratch, int scratch_rows) {
   extern __shared__ __align__(128) u8 shared[];
+  pdl_trigger();
   const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int position = step_table[STEP_POSITION];
   const PlanPart* parts = all_parts + call->first_part;
@@ -68,7 +69,6 @@ attend_decode(const u16* q, const u8* pool, long long slot_bytes, const int* __r
   int* const maxima = (int*)(shared + MAXIMA_AT);
 
   PageWalk<KV_HEADS * PASSES> walk(parts, slots, units);
-  pdl_trigger();
 #if RING
   const u32 ring = smem_u32(shared) + warp * WARP_RING, barrier = smem_u32(shared) + BARRIERS_AT + warp * 24;
   if (lane == 0) { mbar_init(barrier, 1); mbar_init(barrier + 8, 1); mbar_init(barrier + 16, 1); mbar_fence_init(); }
@@ -76,8 +76,8 @@ attend_decode(const u16* q, const u8* pool, long long slot_bytes, const int* __r
   auto bring_k = [&](int half, int slot) {
     if (slot >= 0 && elect_one()) {
       mbar_expect(barrier + 8 * half, FRAGMENT_K_PIECE);
-      bulk_g2s(ring + half * FRAGMENT_K_PIECE, head_pool + slot * slot_bytes + warp * FRAGMENT_K_PIECE, FRAGMENT_K_PIECE,
-               barrier + 8 * half);
+      bulk_g2s(ring + half * FRAGMENT_K_PIECE, head_pool + slot * slot_bytes + warp * FRAGMENT_K_PIECE,
+               FRAGMENT_K_PIECE, barrier + 8 * half);
     }
   };
   auto bring_v = [&](int slot) {
@@ -188,7 +188,7 @@ attend_decode(const u16* q, const u8* pool, long long slot_bytes, const int* __r
       __syncwarp();
       bring_k(half, slot2);
 #endif
-      if ((page + 1) * FRAGMENT_TOKENS > position + 1) {   // only the newest pages hold tokens that some row must not see
+      if ((page + 1) * FRAGMENT_TOKENS > position + 1) {   // only the newest pages hold tokens that a row must not see
         const int token = page * FRAGMENT_TOKENS + warp * 16 + 2 * g;
 #pragma unroll
         for (int n = 0; n < TILES; n++)
@@ -209,8 +209,9 @@ attend_decode(const u16* q, const u8* pool, long long slot_bytes, const int* __r
           v = fmaxf(v, __shfl_xor_sync(~0u, v, 16));
           smem_max(maxima_u + half * (PASS_COLUMNS * 4) + (n * 8 + k) * 4, ordered(v), lane < 4);
         }
-      __syncthreads();                                     // maxima complete; the weights of the page before are used up
-      for (int i = threadIdx.x; i < PASS_COLUMNS; i += 512) maxima[(half ^ 1) * PASS_COLUMNS + i] = ordered(PARTIAL_UNSEEN);
+      __syncthreads();                                     // maxima complete; the weights of the last page are used up
+      for (int i = threadIdx.x; i < PASS_COLUMNS; i += 512)
+        maxima[(half ^ 1) * PASS_COLUMNS + i] = ordered(PARTIAL_UNSEEN);
       float shrink[TILES][2];
 #pragma unroll
       for (int n = 0; n < TILES; n++) {
@@ -244,7 +245,7 @@ attend_decode(const u16* q, const u8* pool, long long slot_bytes, const int* __r
           for (int h = 0; h < 4; h++) {
             const u32 low = words[h], high = low >> 8;
             const uint2 scale = load64(scales + h * 32);
-            // nibbles n become n - 8 exactly: (1024 + n) - 1032, high ones (1024 + 16 n) / 16 - 72; then the token's scale
+            // nibbles n become n - 8 exactly: (1024 + n) - 1032, high ones (1024 + 16 n) / 16 - 72; then times scale
             const u32 a0 = hmul2(hadd2((low & 0x000f000fu) | 0x64006400u, 0xe408e408u), scale.x);
             const u32 a1 = hmul2(hfma2((low & 0x00f000f0u) | 0x64006400u, 0x2c002c00u, 0xd480d480u), scale.x);
             const u32 a2 = hmul2(hadd2((high & 0x000f000fu) | 0x64006400u, 0xe408e408u), scale.y);
@@ -279,7 +280,8 @@ attend_decode(const u16* q, const u8* pool, long long slot_bytes, const int* __r
         if (column < COLUMNS) {
           float* to = groups.acc(part.scratch_row, head, column) + warp * 16 + g;
           to[0] = acc[n][k]; to[8] = acc[n][2 + k];
-          if (n == warp && g == 0) *(float2*)groups.m_and_l(part.scratch_row, head, column) = make_float2(m[n][k], l[k]);
+          float* ml = groups.m_and_l(part.scratch_row, head, column);
+          if (n == warp && g == 0) *(float2*)ml = make_float2(m[n][k], l[k]);
         }
       }
   }

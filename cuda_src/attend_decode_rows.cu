@@ -5,8 +5,8 @@
 //   pages  pool + slots[page] * slot_bytes; per kv head K rows, then V rows (kvs_core/paging/geometry.py)
 //
 // A block adds the pages of its units (common/page_walk.cuh) in tiles of TILE tokens, one step of the running softmax
-// each. A tile becomes f16 in shared memory (common/kv_tile.cuh). For the scores, warp w owns tokens 16w.. of the tile; for
-// the output, dims 16w.., 16 (w + WARPS).., ... Three barriers per tile:
+// each. A tile becomes f16 in shared memory (common/kv_tile.cuh). For the scores, warp w owns tokens 16w.. of the tile;
+// for the output, dims 16w.., 16 (w + WARPS).., ... Three barriers per tile:
 //
 //   keys opened | scores, values opened, maxima | weights | acc += V^T weights, next keys opened
 //
@@ -18,8 +18,8 @@
 //   PAGE_TOKENS, TILE                 tokens of a page, and of a tile: 32 or 64, which divides it
 //   WARPS                             of a block
 //   TILES                             column tiles of 8 in one pass, at most WARPS
-//   RING                              tiles that bulk copies are ahead, as stored, in shared memory; 0: tiles are opened
-//                                     straight from memory. The same bits
+//   RING                              tiles that bulk copies are ahead, as stored, in shared memory; 0: tiles are
+//                                     opened straight from memory. The same bits
 //   SM_BLOCKS                         of one multiprocessor: bounds the registers
 #include "common/ptx.cuh"
 #include "common/kv_tile.cuh"
@@ -65,6 +65,7 @@ attend_decode_rows(const u16* q, const u8* pool, long long slot_bytes, const int
                    const int* __restrict__ slots, const PlanCall* __restrict__ call,
                    const PlanPart* __restrict__ all_parts, float* scratch, int scratch_rows) {
   extern __shared__ __align__(128) u8 shared[];
+  pdl_trigger();
   const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int position = step_table[STEP_POSITION];
   const PlanPart* parts = all_parts + call->first_part;
@@ -75,7 +76,6 @@ attend_decode_rows(const u16* q, const u8* pool, long long slot_bytes, const int
   uint4* const keys = (uint4*)(shared + KEYS_AT);
   uint4* const values = (uint4*)(shared + VALUES_AT);
   int* const maxima = (int*)(shared + MAXIMA_AT);
-  pdl_trigger();
 
 #if RING
   const u32 barriers = smem_u32(shared) + BARRIERS_AT;
@@ -191,7 +191,7 @@ attend_decode_rows(const u16* q, const u8* pool, long long slot_bytes, const int
             }
           }
           const int token = page * PAGE_TOKENS + tile * TILE + piece * 16 + 2 * g;
-          if (page * PAGE_TOKENS + (tile + 1) * TILE > position + 1) {   // the newest tiles alone hold what some must not see
+          if (page * PAGE_TOKENS + (tile + 1) * TILE > position + 1) {   // some row must not see all of the tile
 #pragma unroll
             for (int n = 0; n < TILES; n++)
 #pragma unroll
@@ -280,7 +280,8 @@ attend_decode_rows(const u16* q, const u8* pool, long long slot_bytes, const int
           to[0] = acc[i][n][k];
           to[8] = acc[i][n][2 + k];
         }
-        if (n == warp && g == 0) *(float2*)groups.m_and_l(part.scratch_row, head, column) = make_float2(m[n][k], l[k]);
+        float* ml = groups.m_and_l(part.scratch_row, head, column);
+        if (n == warp && g == 0) *(float2*)ml = make_float2(m[n][k], l[k]);
       }
   }
 }

@@ -1,12 +1,12 @@
 // Merging the partials of decode attention (common/partials.cuh): groups into segments, segments into the output.
 //
 //   fold     a call's folds: group partials into segment partials, which are stored
-//   finish   the plan's last folds; then segments [0, header[PLAN_SEGMENTS]) in order, acc / l, V's Walsh-Hadamard rotation
-//            undone, times sigmoid(gate): float32 rows, or activation records (common/quant256.cuh)
+//   finish   the plan's last folds; then segments [0, header[PLAN_SEGMENTS]) in order, acc / l, V's Walsh-Hadamard
+//            rotation undone, times sigmoid(gate): float32 rows, or activation records (common/quant256.cuh)
 //
 // The order is fixed: groups in order into their segment, segments in order, each step with the running maximum so far.
-// Both kernels merge groups with fold_segments, and a stored segment is resumed as it was: the bits do not depend on when
-// a fold happens.
+// Both kernels merge groups with fold_segments, and a stored segment is resumed as it was: the bits do not depend on
+// when a fold happens.
 //
 // A block owns one (row, head); it has SEGMENT_LANES segments in work at a time, V_DIM / 4 threads each. Loads are on
 // their way before the maxima that scale them are known.
@@ -131,12 +131,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 fold(const PlanCall* __restrict__ call, const PlanFold* __restrict__ all_folds, float* group_partials, int n_groups,
      float* segment_partials, int n_segments) {
   __shared__ Folding f;
+  pdl_trigger();
   const int lane = threadIdx.x / QUADS, quad = threadIdx.x % QUADS;
   const Column at = column_of_block();
   const Buffer groups = {group_partials, n_groups}, segments = {segment_partials, n_segments};
   const PlanFold* folds = all_folds + call->first_fold;
   const int n_folds = call->folds;
-  pdl_trigger();
   const int begin = n_folds ? folds[0].segment : 0, end = n_folds ? folds[n_folds - 1].segment + 1 : 0;
   find_folds(f, folds, n_folds, begin);
   pdl_wait();
@@ -176,12 +176,12 @@ finish(const int* __restrict__ header, const PlanFold* __restrict__ all_folds, f
   __shared__ Folding f;
   __shared__ __align__(16) float sums[SEGMENT_LANES][V_DIM];
   __shared__ float ls[SEGMENT_LANES];
+  pdl_trigger();
   const int tid = threadIdx.x, lane = tid / QUADS, quad = tid % QUADS;
   const Column at = column_of_block();
   const Buffer groups = {group_partials, n_groups}, segments = {segment_partials, n_segments};
   const PlanFold* folds = all_folds + header[PLAN_FIRST_LAST_FOLD];
   const int n_folds = header[PLAN_LAST_FOLDS], end = header[PLAN_SEGMENTS];
-  pdl_trigger();
   find_folds(f, folds, n_folds, 0);
   pdl_wait();
   float g = 0.f;

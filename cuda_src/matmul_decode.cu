@@ -1,6 +1,6 @@
 // Products of 1..8 rows with a quantised matrix:  y[row][o] = sum_k weight[o][k] * x[row][k]
-// Weights are records of 16 rows x 256 columns (common/records.cuh), streamed once from memory at its full rate; rows are
-// 16-bit fixed point (common/quant256.cuh), staged once per block in shared memory.
+// Weights are records of 16 rows x 256 columns (common/records.cuh), streamed once from memory at its full rate; rows
+// are 16-bit fixed point (common/quant256.cuh), staged once per block in shared memory.
 //   -DTYPE    weight type, see records.cuh
 //   -DWIDE=0  up to 4 rows | 1  up to 8: see record_dot.cuh
 //   -DWARPS   per block
@@ -10,13 +10,13 @@
 //   -DOUTPUT=PLAIN   y = product + bias
 //           SWIGLU   tile rows 0-7 are gate rows, 8-15 the matching up rows: y[row][c] = silu(gate c) * up c
 //
-// A block is one of n_splits ranges of columns x a range of row tiles. Its (tile, 256 columns) items are dealt to the warps
-// as equal contiguous runs; each warp streams its run through a ring of bulk copies of its own. Tiles that a run's end cuts
-// are summed in the order of the warps. One block per multiprocessor: the next kernel's blocks fit in beside none.
-// A row's result depends neither on the number of rows nor on the depth of the rings.
+// A block is one of n_splits ranges of columns x a range of row tiles. Its (tile, 256 columns) items are dealt to the
+// warps as equal contiguous runs; each warp streams its run through a ring of bulk copies of its own. Tiles that a run
+// does not have whole are summed in the order of the warps. One block per multiprocessor: with two, kernels that
+// overlap would spread unevenly. A row's result depends neither on the number of rows nor on the depth of the rings.
 //
-// Shared memory: rings [WARPS][stages][RECORD], in the end the parts of cut tiles | barriers | activation records of the
-// block's columns [blocks][plane][rows] | 8 row factors | value table
+// Shared memory: rings [WARPS][stages][RECORD], in the end the parts of cut tiles | barriers | activation records of
+// the block's columns [blocks][plane][rows] | 8 row factors | value table
 #include "common/record_dot.cuh"
 
 #define RECORDS 0
@@ -35,10 +35,10 @@ matmul_decode(const u8* __restrict__ weight, int n_tiles, int n_blocks, int n_sp
               float eps,
               const float* z, int z_stride, const float* __restrict__ norm,   // GATED_NORM: gate rows; weights [128]
               const float* __restrict__ bias,                                 // [n_out] or null
-              float* __restrict__ y, int y_stride, long long split_stride,    // split s is written split_stride s further
-              int n_out, int tile_step, int half_step) {   // tile i: output columns i tile_step + 0..7, then half_step on
+              float* __restrict__ y, int y_stride, long long split_stride,    // split s is s split_stride further
+              int n_out, int tile_step, int half_step) {   // tile i: columns i tile_step + 0..7, and half_step on
   extern __shared__ __align__(128) u8 shared[];
-  const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);   // known to be uniform: loop control stays off the vector units
+  const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);   // seen to be uniform: loop control stays off vector units
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int blocks_per_split = gridDim.x / n_splits, split = blockIdx.x % n_splits, part = blockIdx.x / n_splits;
   const int first_block = n_blocks * split / n_splits, per_tile = n_blocks * (split + 1) / n_splits - first_block;
@@ -84,7 +84,7 @@ matmul_decode(const u8* __restrict__ weight, int n_tiles, int n_blocks, int n_sp
 #if INPUT == RECORDS
   RowSums row_sums;
   if (sums && warp < rows) row_sums = load_sums(sums + (size_t)warp * n_blocks, n_in, lane);
-  const int run = rows * (ACT_BYTES / 16), pieces = per_tile * 2 * run;   // of 16 bytes; a run is one plane of one block
+  const int run = rows * (ACT_BYTES / 16), pieces = per_tile * 2 * run;   // of 16 bytes; a run is a plane of a block
   const u8* from = x + (size_t)first_block * 2 * x_stride * ACT_BYTES;
   if (x_stride == rows) {
 #pragma unroll 1
@@ -111,7 +111,7 @@ matmul_decode(const u8* __restrict__ weight, int n_tiles, int n_blocks, int n_sp
   }
 #else
   {
-    const int turns = per_tile * rows;   // one row's 256 values per warp and turn, the next one's loads on their way
+    const int turns = per_tile * rows;   // one row's 256 values per warp and turn, the next ones on their way
     float next[8], next_z[8];
     const auto fetch = [&](int i) {
       const int block = i / rows, row = i - block * rows, first = (first_block + block) * 256 + lane * 8;
@@ -138,8 +138,8 @@ matmul_decode(const u8* __restrict__ weight, int n_tiles, int n_blocks, int n_sp
 #pragma unroll 1
   for (int s = STAGES_AHEAD; s < stages; s++) enqueue_copy(s * RECORD, first_barrier + 8 * s);
 
-  // This lane's operands: bytes and digit sums of column g, factors of columns 2 t, 2 t + 1. Columns without a row repeat
-  // the last one; what comes of them is not stored.
+  // This lane's operands: bytes and digit sums of column g, factors of columns 2 t, 2 t + 1. Columns without a row
+  // repeat the last one; what comes of them is not stored.
   const auto place = [&](int c) {
     const int row = min(WIDE ? c : c & 3, rows - 1);
     return row * ACT_BYTES + (WIDE ? 0 : (c >> 2) * plane_stride);
@@ -147,9 +147,10 @@ matmul_decode(const u8* __restrict__ weight, int n_tiles, int n_blocks, int n_sp
   const int c0 = 2 * t, c1 = c0 + 1;
   const u8* bytes = acts + column * 2 * plane_stride + place(g) + t * 16;
   const u8* digits = acts + column * 2 * plane_stride + place(g) + ACT_SUMS + t * 8;
-  const u8* steps = acts + column * 2 * plane_stride + ACT_FACTOR + (WIDE ? plane_stride : 0);   // WIDE: of the low bytes
+  const u8* steps = acts + column * 2 * plane_stride + ACT_FACTOR + (WIDE ? plane_stride : 0);   // WIDE: of low bytes
   const int step0 = place(c0), step1 = place(c1);
-  const float factor0 = factors[min(WIDE ? c0 : c0 & 3, rows - 1)], factor1 = factors[min(WIDE ? c1 : c1 & 3, rows - 1)];
+  const float factor0 = factors[min(WIDE ? c0 : c0 & 3, rows - 1)];
+  const float factor1 = factors[min(WIDE ? c1 : c1 & 3, rows - 1)];
   u32 pair = (t & 1) ? 0x4342 : 0x4140;
   opaque(pair);
   ValueTable table;

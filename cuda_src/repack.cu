@@ -114,6 +114,9 @@ repack(const u8* __restrict__ source, int n_rows, int n_written, int n_in, int f
     const u8* from = in + b * BLOCK_BYTES + 2 + (wide * 4 + t) * 4;
     *(u32*)(r + b * 512 + word) = b < blocks_here ? word_at(from) : 0;
   }
-  if (lane < 8) *(u16*)(r + SCALES + tile_row * 16 + 2 * lane) = lane < blocks_here ? half_at(in + lane * BLOCK_BYTES) : 0;
+  if (lane < 8) {
+    const u8* from = in + lane * BLOCK_BYTES;
+    *(u16*)(r + SCALES + tile_row * 16 + 2 * lane) = lane < blocks_here ? half_at(from) : 0;
+  }
 #endif
 }

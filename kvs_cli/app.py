@@ -33,7 +33,6 @@ from kvs_cli.logging import configure_logging
 from kvs_cli.options import Parsed, parse
 from kvs_core.errors import KvsError, SettingsError
 from kvs_core.settings import LoggingSettings
-from kvs_core.settings.kinds import as_path
 from kvs_core.settings.setting import Command
 from kvs_core.settings.typed import info_settings, logging_settings, run_settings
 from kvs_core.units import MIB
@@ -101,7 +100,7 @@ def synthesize(
     from kvs_cli.commands.synthesize import execute
 
     configure_logging(LoggingSettings())
-    execute(name, as_path(out))
+    execute(name, out)
 
 
 @app.command(help="Print a completion script for a shell: bash, zsh or fish.")

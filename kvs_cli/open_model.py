@@ -73,10 +73,12 @@ def open_engine(model: OpenModel, settings: EngineSettings, screen: Screen) -> I
     settings.device.check_gpu_layers(model.spec.n_layer)
     device = open_device(settings.device)
     try:
-        with screen.stage("loading weights", "bytes") as progress:
+        with screen.stage("loading weights", "bytes") as progress, screen.stage("compiling", "kernels") as kernels:
             engine = Engine(
-                model.file, device, context=settings.context, kv=settings.kv, rope=settings.rope, progress=progress
+                model.file, device, context=settings.context, kv=settings.kv, rope=settings.rope, progress=progress,
+                kernel_progress=kernels,
             )
+        engine.warm_up()
     except BaseException:
         device.close()
         raise

@@ -21,7 +21,7 @@ from kvs_cli.result import RunResult
 from kvs_core.settings import LoggingSettings
 from kvs_core.units import MIB, Progress
 
-Unit: TypeAlias = Literal["bytes", "tokens"]
+Unit: TypeAlias = Literal["bytes", "kernels", "tokens"]
 
 LOGGER = logging.getLogger(__name__)
 
@@ -79,6 +79,8 @@ def amount(number: float, unit: Unit) -> str:
     """A number of bytes or tokens for people."""
     if unit == "bytes":
         return f"{number / MIB:.1f} MiB"
+    if unit == "kernels":
+        return f"{number:.0f} kernels"
     return f"{number:.0f} tokens" if number >= 100 or number == int(number) else f"{number:.1f} tokens"
 
 
@@ -119,7 +121,7 @@ def print_sections(sections: Mapping[str, Mapping[str, str]]) -> None:
 def log_summary(result: RunResult) -> None:
     """How a run ended, how fast it was and what its KV took."""
     seed = f"; seed {result.seed}" if result.seed_is_random else ""
-    of_what = f"; model: {result.spec.name}, synthetic" if result.synthetic else ""
+    of_what = "; all of it of a synthetic model" if result.synthetic else ""
     LOGGER.info("stop: %s%s%s", result.stop_reason, seed, of_what)
     times = result.timings
     LOGGER.info(

@@ -58,8 +58,11 @@ def _per_second(count: int, duration_ms: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """One run. ``synthetic``: of a model with random weights; ``decode_h2d_bytes``: what the steps behind the prompt moved
-    to the device, the rest is in ``kv``."""
+    """One run.
+
+    synthetic         the model's weights are random
+    decode_h2d_bytes  what the steps behind the prompt moved to the device; the rest is in ``kv``
+    """
 
     path: Path
     synthetic: bool

@@ -1,8 +1,8 @@
 // The pages that one block of a decode attention kernel adds, in order.
 //
 // A unit of work is (part of the call, column pass, kv head): unit u is part u / (passes * kv heads), and a block takes
-// units blockIdx.x, blockIdx.x + gridDim.x, ... The grid is a multiple of passes * kv heads, so a block keeps its head and
-// its columns. How many units there are stands in the plan table, not in the grid.
+// units blockIdx.x, blockIdx.x + gridDim.x, ... The grid is a multiple of passes * kv heads, so a block keeps its head
+// and its columns. How many units there are stands in the plan table, not in the grid.
 #pragma once
 #include "common/ptx.cuh"
 #include "common/tables.cuh"

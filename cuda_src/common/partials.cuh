@@ -20,7 +20,8 @@ template <int KV_HEADS_, int COLUMNS_, int V_DIM_> struct Partials {
     return base + ((size_t)(partial * KV_HEADS_ + head) * COLUMNS_ + column) * V_DIM_;
   }
   DEVICE float* m_and_l(int partial, int head, int column) const {
-    return base + (size_t)count * (KV_HEADS_ * COLUMNS_ * V_DIM_) + ((partial * KV_HEADS_ + head) * COLUMNS_ + column) * 2;
+    const size_t accs = (size_t)count * (KV_HEADS_ * COLUMNS_ * V_DIM_);
+    return base + accs + ((partial * KV_HEADS_ + head) * COLUMNS_ + column) * 2;
   }
 };
 

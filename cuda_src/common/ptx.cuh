@@ -75,7 +75,6 @@ DEVICE u32 hfma2(u32 a, u32 b, u32 c) {
   PTX(asm("fma.rn.f16x2 %0,%1,%2,%3;" : "=r"(r) : "r"(a), "r"(b), "r"(c)), r = cpu::half2_fma(a, b, c));
   return r;
 }
-DEVICE float bf2f(u16 b) { return __uint_as_float((u32)b << 16); }
 DEVICE float bf2f_lo(u32 b) { return __uint_as_float(b << 16); }
 DEVICE float bf2f_hi(u32 b) { return __uint_as_float(b & 0xffff0000u); }
 // To nearest, ties to even.
@@ -158,27 +157,6 @@ DEVICE void mma_f16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b
   mma_k8_f16(c, a0, a1, b0), mma_k8_f16(c, a2, a3, b1);
 #endif
 }
-DEVICE void mma_bf16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-#if __CUDA_ARCH__ >= 800
-  PTX(asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-    : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1)),
-      cpu::mma<cpu::BF16>(c, {a0, a1, a2, a3}, {b0, b1}));
-#else
-  const u32 a[4] = {a0, a1, a2, a3}, b[2] = {b0, b1};   // no bf16 units: fetch the row and the two columns, multiply
-  const int lane = threadIdx.x & 31, row = lane & 28, col = (lane & 3) * 8;
-#pragma unroll
-  for (int s = 0; s < 4; s++)
-#pragma unroll
-    for (int k = 0; k < 2; k++) {
-      const u32 top = __shfl_sync(~0u, a[2 * k], row + s), low = __shfl_sync(~0u, a[2 * k + 1], row + s);
-      const u32 x = __shfl_sync(~0u, b[k], col + s), y = __shfl_sync(~0u, b[k], col + 4 + s);
-      c[0] = fmaf(bf2f_hi(top), bf2f_hi(x), fmaf(bf2f_lo(top), bf2f_lo(x), c[0]));
-      c[1] = fmaf(bf2f_hi(top), bf2f_hi(y), fmaf(bf2f_lo(top), bf2f_lo(y), c[1]));
-      c[2] = fmaf(bf2f_hi(low), bf2f_hi(x), fmaf(bf2f_lo(low), bf2f_lo(x), c[2]));
-      c[3] = fmaf(bf2f_hi(low), bf2f_hi(y), fmaf(bf2f_lo(low), bf2f_lo(y), c[3]));
-    }
-#endif
-}
 
 // Barrier number ``id`` (1..15; 0 is __syncthreads) of so many threads of the block, whole warps.
 DEVICE void barrier_of(u32 id, u32 threads) {
@@ -218,16 +196,6 @@ DEVICE void smem_max(u32 a, int v, bool on) {
   PTX(asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p,%2,0;\n@p red.shared.max.s32 [%0],%1;\n}"
         :: "r"(a), "r"(v), "r"((u32)on) : "memory"),
       if (on && *(int*)smem_ptr(a) < v) *(int*)smem_ptr(a) = v);
-}
-// Four 8x8 matrices of 16-bit values. Lane l gives the address (16-byte aligned) of row l % 8 of matrix l / 8; its r[i]
-// gets of matrix i: row l / 4, columns 2 * (l % 4) and the next. _trans: column l / 4, rows 2 * (l % 4) and the next.
-DEVICE void ldmatrix_x4(u32 (&r)[4], u32 a) {
-  PTX(asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3},[%4];"
-        : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(a) : "memory"), cpu::ldmatrix_x4(r, a, false));
-}
-DEVICE void ldmatrix_x4_trans(u32 (&r)[4], u32 a) {
-  PTX(asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3},[%4];"
-        : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(a) : "memory"), cpu::ldmatrix_x4(r, a, true));
 }
 
 // ---- data of the kernel before us: through L2, never the read-only path, whose lines may be older than the data ----

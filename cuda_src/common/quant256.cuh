@@ -3,8 +3,8 @@
 //   x [rows][n] -> records [n / 256][plane][rows] of 320 bytes; plane 0 holds high bytes, plane 1 low bytes:
 //   value = step * (256 * high + low),   step = largest magnitude of the row's 256 values / 32639
 //
-//   256 B  signed bytes; in each 64 values the byte of value o is at 16 (o%16 / 4) + 8 (o / 32) + 4 (o/16 % 2) + o%4: one
-//          16-byte load gives a lane its tensor-core operands of two blocks of 32
+//   256 B  signed bytes; in each 64 values the byte of value o is at 16 (o%16 / 4) + 8 (o / 32) + 4 (o/16 % 2) + o%4:
+//          one 16-byte load gives a lane its tensor-core operands of two blocks of 32
 //    32 B  per t = 0..3: sums over blocks 2t, 2t + 1 of this plane's bytes, two low digits (f16), then two high ones;
 //          sum = 64 * high + low
 //     4 B  factor of this plane's bytes: 256 * step or step (f32);  28 B unused: columns of 320 bytes do not meet in
@@ -76,16 +76,16 @@ DEVICE void quant256_to(const float (&v)[8], int lane, u8* records, int block, i
   quant256(v, lane, act_record(records, block, 0, row, rows), act_record(records, block, 1, row, rows));
 }
 
-// Values [first, first + 8) of a row of n numbers that an earlier kernel wrote, zeros beyond its end. n is a multiple of 4
-// and the row begins at 16 bytes.
+// Values [first, first + 8) of a row of n numbers that an earlier kernel wrote, zeros beyond its end. n is a multiple
+// of 4 and the row begins at 16 bytes.
 DEVICE void load8(float (&v)[8], const float* row, int first, int n) {
   const float4 zero = make_float4(0.f, 0.f, 0.f, 0.f);
   const float4 a = first < n ? ldcg4(row + first) : zero, b = first + 4 < n ? ldcg4(row + first + 4) : zero;
   v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
 }
 
-// A row's factor of the RMS norm, 1 / sqrt(mean + eps), from its blocks' sums of squares [(n + 255) / 256]. By one warp,
-// every lane gets it. Split in two, so that the loads can be on their way while other work is done.
+// A row's factor of the RMS norm, 1 / sqrt(mean + eps), from its blocks' sums of squares [(n + 255) / 256]. By one
+// warp, every lane gets it. Split in two, so that the loads can be on their way while other work is done.
 constexpr int SUMS_AHEAD = 3;
 struct RowSums { float part[SUMS_AHEAD]; };
 DEVICE RowSums load_sums(const float* sums, int n, int lane) {
@@ -97,7 +97,7 @@ DEVICE RowSums load_sums(const float* sums, int n, int lane) {
 DEVICE float rms_factor(const RowSums& s, const float* sums, int n, float eps, int lane) {
   float sum = (s.part[0] + s.part[1]) + s.part[2];
 #pragma unroll 1
-  for (int i = lane + 32 * SUMS_AHEAD; i < (n + 255) / 256; i += 32) sum += ldcg(sums + i);   // rows of more than 24,576
+  for (int i = lane + 32 * SUMS_AHEAD; i < (n + 255) / 256; i += 32) sum += ldcg(sums + i);   // n > 24,576
 #pragma unroll
   for (int o = 16; o; o >>= 1) sum += __shfl_xor_sync(~0u, sum, o);
   return rsqrtf(sum / n + eps);

@@ -1,7 +1,7 @@
 // The product of one weight record (records.cuh) and activation records (quant256.cuh) on the tensor cores.
 //   -DTYPE  -DWIDE=0: up to 4 rows of activations | 1: up to 8
-// WIDE=0 puts the high bytes of the rows in columns 0-3 and the low bytes in columns 4-7 of one product; WIDE=1 makes two
-// products. A row's sums are the same numbers in both.
+// WIDE=0 puts the high bytes of the rows in columns 0-3 and the low bytes in columns 4-7 of one product; WIDE=1 makes
+// two products. A row's sums are the same numbers in both.
 // Weights enter as exact integers and sub-block scales are integers too where the type has them, so that what is summed
 // in int32 is exact; float32 begins at the type's own 16-bit scale.
 #pragma once
@@ -96,8 +96,8 @@ struct ValueTable {};
 //   record   in shared memory
 //   bytes    of the lane's column (a row of activations), at 16 t;  sums: its digit sums, at ACT_SUMS + 8 t
 //   pair     selector of the lane's two minima among the bytes of four blocks, in a register of its own
-DEVICE void record_dot(Values& v, const u8* record, const u8* bytes, const u8* sums, int plane_stride, int lane, u32 pair,
-                       const ValueTable& table) {
+DEVICE void record_dot(Values& v, const u8* record, const u8* bytes, const u8* sums, int plane_stride, int lane,
+                       u32 pair, const ValueTable& table) {
   const int g = lane >> 2;
   const u8* quants = record + lane * 16;
   Sums c, s;
@@ -139,7 +139,8 @@ DEVICE void record_dot(Values& v, const u8* record, const u8* bytes, const u8* s
   const u32 m1 = hadd2(prmt(head_minima(low, second), 0x64646464u, pair), 0xe400e400u);
   const u32 m2 = hmul2(m0, 0x54005400u), m3 = hmul2(m1, 0x54005400u);
   const float unit = TYPE == Q4_K ? 0.0625f : 1.f;
-  const float top_d = unit * h2f_lo(top.x), top_min = h2f_hi(top.x), low_d = unit * h2f_lo(low.x), low_min = h2f_hi(low.x);
+  const float top_d = unit * h2f_lo(top.x), top_min = h2f_hi(top.x);
+  const float low_d = unit * h2f_lo(low.x), low_min = h2f_hi(low.x);
   FOR_PLANES {
     const uint2 digits = *(const uint2*)(sums + p * plane_stride);
     float least[4] = {0.f, 0.f, 0.f, 0.f};

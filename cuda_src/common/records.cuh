@@ -2,9 +2,9 @@
 // as in the file, all 16-byte aligned, a tile's columns one contiguous run: weights [row tiles][n_in / 256][RECORD].
 // -DTYPE=Q8_0 | Q4_K | Q5_K | Q6_K | IQ4_XS | Q4_0 | Q4_1 | Q5_0 | Q5_1 | IQ4_NL
 //
-// A record is quants in chunks of 512 bytes, 16 per lane (lane 4 g + t, g: tile rows g and g + 8, t: four columns of 16),
-// so that one 16-byte load is a tensor-core operand; then scales, row by row. "words (row, half)" of a lane: row g, columns
-// 4 t ..; row g, columns 16 + 4 t ..; row g + 8, the same two.
+// A record is quants in chunks of 512 bytes, 16 per lane (lane 4 g + t, g: tile rows g and g + 8, t: four columns of
+// 16), so that one 16-byte load is a tensor-core operand; then scales, row by row. "words (row, half)" of a lane:
+// row g, columns 4 t ..; row g, columns 16 + 4 t ..; row g + 8, the same two.
 //
 //   Q8_0    8 chunks (32 columns)  words (row, half)                                    | 16 x 8 d (f16)
 //   Q4_K    4 chunks (64 columns)  words (row, half), nibbles: columns c | c + 32       | 16 x 16-byte heads as in GGUF

@@ -12,18 +12,20 @@ from kvs_core.formats.gguf_writer import gguf_header, write_gguf
 from kvs_core.models.registry import read_spec
 from kvs_core.models.synthetic import synthetic_model
 from kvs_core.settings import LoggingSettings
+from kvs_core.settings.kinds import as_path
 from kvs_core.settings.rooms import SYNTHETIC_PREFIX
 from kvs_core.units import MIB, mib_ceil
 
 LOGGER = logging.getLogger(__name__)
 
 
-def execute(name: str, out: Path) -> None:
+def execute(name: str, place: str) -> None:
     """Write it. Raises ``KvsError`` for a name that is unknown, a file that exists and a disk that is too full."""
+    out = _new_file(place)
     file = synthetic_model(name.removeprefix(SYNTHETIC_PREFIX))
     spec = read_spec(file)
     size = len(gguf_header(file.metadata, file.tensors)) + file.file_bytes
-    _check_place(out, size)
+    _check_room(out, size)
     try:
         with Screen.of(LoggingSettings()).stage(f"writing the {spec.name}", "bytes") as progress:
             write_gguf(out, file.metadata, file.tensors, progress)
@@ -34,11 +36,19 @@ def execute(name: str, out: Path) -> None:
                 out, spec.name, spec.n_params / 1e6, weights_bits, size / MIB)
 
 
-def _check_place(out: Path, size_bytes: int) -> None:
+def _new_file(place: str) -> Path:
+    try:
+        out = as_path(place)
+    except ValueError as error:
+        raise SettingsError(f"OUT.gguf: {error}") from None
     if out.exists() or out.is_symlink():
         raise SettingsError(f"{out}: is there already; give a name that is free, or delete it first")
     if not out.parent.is_dir():
         raise SettingsError(f"{out}: there is no folder {out.parent}; make it first")
+    return out
+
+
+def _check_room(out: Path, size_bytes: int) -> None:
     free = shutil.disk_usage(out.parent).free
     if free < size_bytes:
         raise SettingsError(

@@ -243,7 +243,7 @@ class StepSizes:
 
 
 class Weight(Protocol):
-    """A matrix [n_out, n_in] on the device, in the form that the device multiplies fastest, perhaps with a bias [n_out].
+    """A matrix [n_out, n_in] on the device, in the form it multiplies fastest, perhaps with a bias [n_out].
 
     It may join several tensors of the file: their rows one after the other.
     """
@@ -309,7 +309,8 @@ class Ops(Protocol):
     def load_plan(self, layer: int, rows: int, plan: LayerPlan) -> Any:
         """Make the pages of an attention layer known; what is returned stands for the plan in the ops below.
 
-        It replaces the layer's plan for decode steps of ``rows`` rows, or for prefill steps if that is 0. Work that is captured stays valid if ``plan.shape`` has not changed.
+        It replaces the layer's plan for decode steps of ``rows`` rows, or for prefill steps if that is 0. Captured work
+        stays valid if ``plan.shape`` has not changed.
         """
         ...
 
@@ -427,6 +428,10 @@ class Captured(Protocol):
         """Enqueue it all on the compute stream, for a step with these inputs."""
         ...
 
+    def elapsed_s(self) -> float | None:
+        """Seconds that the last launch took on the device, once it is done; until then None. Never blocks."""
+        ...
+
 
 class Device(Protocol):
     """One accelerator (or the host playing one)."""
@@ -460,7 +465,7 @@ class Device(Protocol):
         ...
 
     def load_matrix(self, infos: Sequence[TensorInfo], biases: Sequence[TensorInfo | None] = ()) -> Weight:
-        """Matrices of GGUF shapes [n_in, n_out], joined, ready to be multiplied. ``biases``: none, or one entry each."""
+        """Matrices of GGUF shapes [n_in, n_out], joined, to be multiplied. ``biases``: none, or one entry each."""
         ...
 
     def load_table(self, info: TensorInfo) -> Weight:
@@ -519,7 +524,7 @@ class Device(Protocol):
         ...
 
     def capture(self, inputs: StepInputs, work: Callable[[], None]) -> Captured:
-        """Record what ``work`` enqueues on compute and copy streams, without running it, for decode steps of this width.
+        """Record what ``work`` enqueues on compute and copy streams, without running it: decode steps of this width.
 
         Only where ``captures``. Inside ``work`` no fence from before it is waited for and nothing is downloaded.
         """

@@ -34,14 +34,20 @@ class CapturedSteps:
         rows = len(inputs.tokens)
         signature = kv.signature
         kv.before_launch()
-        known = self._recordings.get(rows)
-        if known is None or known.signature != signature:
+        if rows not in self._recordings or self._recordings[rows].signature != signature:
             self._recordings.pop(rows, None)   # its memory goes before the new one's comes
-            known = _Recording(signature, self._device.capture(inputs, record))
-            kv.after_capture()
-            self._recordings[rows] = known
+            try:
+                work = self._device.capture(inputs, record)
+            finally:
+                kv.after_capture()
+            self._recordings[rows] = _Recording(signature, work)
             self.recorded += 1
-        known.work.launch(inputs)
+        self._recordings[rows].work.launch(inputs)
+
+    def elapsed_s(self, rows: int) -> float | None:
+        """Seconds that the last step, of that width, took on the device, if it is done."""
+        known = self._recordings.get(rows)
+        return None if known is None else known.work.elapsed_s()
 
     def forget(self) -> None:
         """Drop all recordings: addresses change."""

@@ -65,11 +65,14 @@ class Engine:
         kv: KvSettings,
         rope: RopeSettings,
         progress: Progress | None = None,
+        kernel_progress: Progress | None = None,
         arena_bytes: int | None = None,
         pool_bytes: int | None = None,
     ) -> None:
         """Load the model and reserve all memory. Raises ``KvsError`` of the kind that fits; nothing runs before.
 
+        progress                 hears of the weights, in bytes
+        kernel_progress          hears of kernels that are compiled
         arena_bytes, pool_bytes  exact sizes instead of ``kv.arena_mib`` and ``kv.pool_mib``; arenas in multiples of 256
         """
         self._device = device
@@ -81,7 +84,8 @@ class Engine:
         device.capabilities.check(plan(free_bytes=device.free_bytes()).geometry)   # what cannot be, before the weights
         self._model = load_model(file, device, rope=rope, progress=progress)
         device.prepare_ops(
-            plan(free_bytes=device.free_bytes()).geometry, self._model.attention, self._model.recurrent, progress
+            plan(free_bytes=device.free_bytes()).geometry, self._model.attention, self._model.recurrent,
+            kernel_progress,
         )
         budget = plan(free_bytes=device.free_bytes())   # an arena chosen here comes from what the weights left
         self.context, self.geometry, self.need = budget.context, budget.geometry, budget.need
@@ -102,6 +106,17 @@ class Engine:
         self._state = RecurrentState(spec, device)
         self._captured = CapturedSteps(device)
         self._handover = Handover(device, Arena(self.memory.arena_bytes), self.memory, self._kv, budget.buffers)
+
+    def warm_up(self) -> None:
+        """On a device that captures steps: record one, run it twice and drop its row, so that the first token finds
+        everything in place and the policy knows how long a step takes. Before anything else."""
+        if not self._device.captures:
+            return
+        for _ in range(2):
+            with self.step([0], Phase.DECODE) as step:
+                step.logits()
+                self._kv.observe_step(self._captured.elapsed_s(1))
+        self.enter(Phase.PREFILL)
 
     @property
     def spec(self) -> ModelSpec:
@@ -133,6 +148,20 @@ class Engine:
         if self.phase is not phase:
             self._captured.forget()
             self._handover.change(phase)
+
+    @property
+    def can_rewind(self) -> bool:
+        """Whether ``rewind`` reaches any position: recurrent layers know only where they are, and the start."""
+        return not self.spec.recurrent_layers
+
+    def rewind(self, tokens: int) -> None:
+        """Forget the rows from ``tokens`` on: any number of them if ``can_rewind``, else all. Between steps."""
+        if tokens == self.committed and tokens > 0:
+            return
+        assert self.can_rewind or tokens == 0, f"a recurrent state cannot go back to {tokens}"
+        self._kv.truncate(tokens)
+        self._state.reset()
+        self._state.restore(tokens)
 
     def step(self, tokens: Sequence[int], phase: Phase) -> Step:
         """Run the rows ``tokens`` behind the committed ones. Enters ``phase`` first."""
@@ -254,6 +283,8 @@ class Step:
             self._drop()
             raise
         self._settled = True
+        if self._has_logits:
+            self._kv.observe(self._engine._captured.elapsed_s(self._rows))
         self._kv.settle(keep)
 
     def _drop(self) -> None:

@@ -55,6 +55,11 @@ class Session:
                 progress(done, len(prompt))
         return np.concatenate(logits)
 
+    def rewind(self, tokens: int) -> None:
+        """Go on behind the first ``tokens`` tokens; see ``Engine.rewind``."""
+        self.engine.rewind(tokens)
+        del self.tokens[tokens:]
+
     def decode(self, token: int, *, enough: int | None = None) -> np.ndarray | Candidates:
         """Add one token and return the logits float32 [V] that follow it, or the ``enough`` largest of them."""
         with self.engine.step([token], Phase.DECODE) as step:

@@ -60,7 +60,7 @@ def write_gguf(
             file.write(header)
             for info in tensors.values():
                 for first in range(0, info.n_bytes, _PIECE_BYTES):
-                    file.write(info.data[first : first + _PIECE_BYTES])
+                    file.write(info.data[first : first + _PIECE_BYTES].data)
                     if progress is not None:
                         progress(file.tell(), total)
                 file.write(bytes(-info.n_bytes % GGUF_DEFAULT_ALIGNMENT))
@@ -85,5 +85,6 @@ def _value(value: MetaValue) -> bytes:
     if isinstance(value, str):
         return struct.pack("<I", GGUFValueType.STRING) + _string(value)
     if isinstance(value, list):
-        return struct.pack("<IIQ", GGUFValueType.ARRAY, GGUFValueType.STRING, len(value)) + b"".join(map(_string, value))
+        texts = b"".join(map(_string, value))
+        return struct.pack("<IIQ", GGUFValueType.ARRAY, GGUFValueType.STRING, len(value)) + texts
     return struct.pack("<IIQ", GGUFValueType.ARRAY, _NUMBERS[value.dtype], len(value)) + value.tobytes()

@@ -81,6 +81,11 @@ def block_pool(quant: Quant, std: float) -> Bytes:
         if quant is Quant.Q8_0:
             quants = pool[:, 2:].view(np.int8)
             np.maximum(quants, -127, out=quants)   # -128 is in no file
+        if quant in (Quant.Q4_K, Quant.Q5_K):
+            # The eight minima are the eight scales: else values would have more in common than not. Both in 6 bits,
+            # four by four in bytes 4-7 and 8-11, the rest of the last ones in the halves of bytes 12-15.
+            pool[:, 8:12] = pool[:, 4:8]
+            pool[:, 12:16] = (pool[:, 12:16] & 15) * 17
         scale = rng.uniform(*_SPREAD, POOL_BLOCKS)
         if _SCALES[quant].signed:
             scale *= rng.choice((-1.0, 1.0), POOL_BLOCKS)

@@ -1,4 +1,4 @@
-"""The vocabulary of synthetic models: any text has a token per byte; all other tokens are words that no text becomes."""
+"""The vocabulary of synthetic models: a token per byte, and words that no text becomes."""
 
 from __future__ import annotations
 

@@ -135,6 +135,12 @@ class RecurrentState:
         assert self._mode is _Mode.IDLE, f"flush while {self._mode.value}"
         self._apply_pending(self._shapes)
 
+    def restore(self, position: int) -> None:
+        """Go on at ``position`` with the state as it is: rows came into the KV history from elsewhere."""
+        assert self._mode is _Mode.IDLE, f"restore while {self._mode.value}"
+        assert self._pending == 0, "restore with pending rows: flush first"
+        self._position = position
+
     def reset(self) -> None:
         """Back to position 0, from any mode."""
         for state in self._states.values():

@@ -1,18 +1,19 @@
 """Synthetic models: the shapes of a real model, random weights, no file. For measuring; their text means nothing.
 
-``SHAPE:MIX[:mtp]``, such as ``qwen3.5-27b:iq4_xs``. The metadata come from ``SHAPES``, the tensors from the table of the
-arch, their types from ``MIXES``, their values from a hash of their names (``formats/synthetic_blocks.py``): equal names
-are equal models, in memory and in a file.
+``SHAPE:MIX[:mtp]``, such as ``qwen3.5-27b:iq4_xs``. The metadata come from ``SHAPES``, the tensors from the table of
+the arch, their types from ``MIXES``, their values from a hash of their names (``formats/synthetic_blocks.py``): equal
+names are equal models, in memory and in a file.
 
-Weights are scaled so that an input of rms 1 to a matrix gives outputs of the rms in ``_GAINS``: the residual stream grows
-to a few units in 64 layers, logits have a standard deviation of 2, recurrent state decays by 0.78 to 0.997 a token.
+Weights are scaled so that an input of rms 1 to a matrix gives outputs of the rms in ``_GAINS``: the residual stream
+grows to a few units in 64 layers, logits have a standard deviation of 2, recurrent state decays by 0.78 to 0.997 a
+token.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
@@ -69,38 +70,30 @@ SHAPES: Mapping[str, Shape] = MappingProxyType({
 class Mix:
     """Types of the matrices; vectors and the taps of convolutions are float32.
 
-    base   of all that the others leave
-    head   of the output head
-    kinds  by the tensor's name inside its block
-    more   as ``kinds``, but for some of the layers that have such a tensor: see ``_gets_more``
+    base  of all that the others leave
+    head  of the output head
+    more  of ``_MORE`` in some layers, see ``_gets_more``
     """
 
     base: Quant
     head: Quant
-    kinds: Mapping[str, Quant] = field(default_factory=dict)
-    more: Mapping[str, Quant] = field(default_factory=dict)
-
-
-def _pure(quant: Quant, head: Quant | None = None) -> Mix:
-    return Mix(quant, head or quant)
+    more: Quant | None = None
 
 
 MIXES: Mapping[str, Mix] = MappingProxyType({
-    "iq4_xs": _pure(Quant.IQ4_XS, head=Quant.Q6_K),
-    "q4_k": _pure(Quant.Q4_K, head=Quant.Q6_K),
-    "q4_k_m": Mix(
-        Quant.Q4_K, Quant.Q6_K, kinds={"attn_qkv": Quant.Q5_K}, more={"attn_v": Quant.Q6_K, "ffn_down": Quant.Q6_K}
-    ),
-    "q5_k_m": Mix(
-        Quant.Q5_K, Quant.Q6_K, kinds={"attn_qkv": Quant.Q6_K}, more={"attn_v": Quant.Q6_K, "ffn_down": Quant.Q6_K}
-    ),
-    "q4_0": _pure(Quant.Q4_0, head=Quant.Q6_K),
-    "q6_k": _pure(Quant.Q6_K),
-    "q8_0": _pure(Quant.Q8_0),
-    "f16": _pure(Quant.F16),
-    "bf16": _pure(Quant.BF16),
+    "iq4_xs": Mix(Quant.IQ4_XS, head=Quant.Q6_K),
+    "q4_k": Mix(Quant.Q4_K, head=Quant.Q6_K),
+    "q4_k_m": Mix(Quant.Q4_K, head=Quant.Q6_K, more=Quant.Q6_K),
+    "q5_k_m": Mix(Quant.Q5_K, head=Quant.Q6_K, more=Quant.Q6_K),
+    "q4_0": Mix(Quant.Q4_0, head=Quant.Q6_K),
+    "q6_k": Mix(Quant.Q6_K, head=Quant.Q6_K),
+    "q8_0": Mix(Quant.Q8_0, head=Quant.Q8_0),
+    "f16": Mix(Quant.F16, head=Quant.F16),
+    "bf16": Mix(Quant.BF16, head=Quant.BF16),
 })
-"""The mixed ones follow llama-quantize; the others have one type, but for the head."""
+"""q4_k_m and q5_k_m have the types that llama-quantize gives them; the others have one type, but for the head."""
+
+_MORE = ("attn_v", "attn_qkv", "ffn_down")
 
 _GAINS = {"ffn_down": 0.6, "attn_output": 0.3, "ssm_out": 0.25, "ssm_alpha": 0.3, "output": 2.0}
 _EMBEDDING_STD = 1.0
@@ -190,11 +183,9 @@ def _quant(name: str, mix: Mix, shape: Shape) -> Quant:
     kind = _kind(name)
     if kind == "output":
         return mix.head
-    if kind in mix.more:
-        layer = int(name.split(".")[1])
-        if _gets_more(layer, shape.blocks):
-            return mix.more[kind]
-    return mix.kinds.get(kind, mix.base)
+    if mix.more is not None and kind in _MORE and _gets_more(int(name.split(".")[1]), shape.blocks):
+        return mix.more
+    return mix.base
 
 
 def _gets_more(layer: int, layers: int) -> bool:

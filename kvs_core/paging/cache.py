@@ -28,6 +28,7 @@ class LogicalCache:
         settle(keep)   a step open, keep <= n     committed += keep, reserved = committed
         publish(t)     t <= committed             published = max(published, t)
         truncate(t)    no step open               committed = t, published = min(published, t)
+        restore(t)     empty, t <= capacity       committed = published = t
 
     Any other move raises and changes nothing.
     """
@@ -82,6 +83,12 @@ class LogicalCache:
         now = self._frontiers
         assert 0 <= tokens <= now.committed, (tokens, now)
         self._frontiers = Frontiers(max(now.published, tokens), now.committed, now.reserved)
+
+    def restore(self, tokens: int) -> None:
+        """The rows of [0, tokens) have come into the host history from elsewhere."""
+        assert self._frontiers == Frontiers(0, 0, 0), self._frontiers
+        assert 0 <= tokens <= self.capacity_tokens, (tokens, self.capacity_tokens)
+        self._frontiers = Frontiers(tokens, tokens, tokens)
 
     def truncate(self, tokens: int) -> None:
         """Forget the rows from ``tokens`` on."""

@@ -16,7 +16,7 @@ from kvs_core.errors import BudgetError, CapabilityError
 from kvs_core.paging.geometry import GROUP_PAGES
 from kvs_core.units import align_up, ceil_div, mib_ceil
 
-_COPY_BYTES = 4 << 20        # a copy of this size reaches the link's rate (53.5 of 55.3 GB/s, PCIe 5.0 x16)
+_COPY_BYTES = 26 << 20       # the link is at its rate, and attention calls and the copies of a captured step are few
 _COOL_DOWN_STEPS = 8         # steps between two changes of the ring
 _RING_SHARE = 4              # a computed ring takes at most a fourth of the pool: a resident page saves copies
 _MOST_RING_SHARE = 2         # and starvation does not take it beyond half: where the link is the limit nothing helps
@@ -44,7 +44,7 @@ class ResidencyConfig:
 
     layers            attention layers, all with pages of ``page_bytes``
     ring_slots        a fixed ring, or 0: from link rate and gap, refined by feedback
-    run_pages         pages moved by one copy at most, or 0: what makes a 4 MiB copy
+    run_pages         pages moved by one copy at most, or 0: what makes a 26 MiB copy
     link_bytes_per_s  rate of large copies to the device
     """
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvs_core.paging.geometry import GROUP_PAGES
 from kvs_core.paging.slabs import slab_of
+from kvs_core.units import align_up, ceil_div
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ def plan_schedule(
         page = kept_end.get(layer, pages.start)
         assert layer >= last_kept_layer or page == pages.stop, "kept runs must be the head of the schedule"
         while page < pages.stop:
-            count = min(length, pages.stop - page, slab_of(page).end_page - page)
+            count = _even_part(min(pages.stop, slab_of(page).end_page) - page, length)
             if cursor + count > ring_slots:
                 cursor = 0
             runs.append(Run(layer, page, count, cursor))
@@ -79,6 +81,12 @@ def plan_schedule(
             page += count
     by_layer = tuple(tuple(run for run in runs if run.layer == layer) for layer in range(len(streamed)))
     return PrefetchSchedule(tuple(runs), ring_slots, by_layer)
+
+
+def _even_part(pages: int, length: int) -> int:
+    """Pages of the next run where so many lie in one piece: as few runs as possible, about equal, in whole groups."""
+    runs = ceil_div(pages, length)
+    return min(align_up(ceil_div(pages, runs), GROUP_PAGES), length, pages)
 
 
 def head_in_ring(streamed: Sequence[range], ring_slots: int, in_ring: Sequence[Run]) -> int:

@@ -154,7 +154,7 @@ class Sampler:
         return Pick(int(candidates.ids[index]), math.log(float(probs[index])), candidates)
 
     def pick(self, logits: Logits | Candidates) -> Pick:
-        """``draw`` from the distribution of ``logits`` [V], or of the ``enough`` largest. The token is not accepted yet."""
+        """``draw`` from the distribution of ``logits`` [V], or of the ``enough`` largest. Nothing is accepted yet."""
         if isinstance(logits, Candidates):
             return self.draw(self.distribution_among(logits))
         return self.draw(self.distribution(logits))

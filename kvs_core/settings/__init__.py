@@ -4,13 +4,14 @@
     general, model, context, kv, device, sampling, template, speculative, logging, server, foreign
                             the rows, by theme; foreign: what kvs does not do
     table.py                all rows, and look-up by key, flag and YAML key
-    rooms.py                what the rooms receive (exported here); typed.py builds it and checks rules between settings
+    rooms.py · drafters.py  what the rooms receive (exported here); typed.py builds it and checks rules between settings
 
 Reading the command line, variables and files is not here: ``kvs_cli/options.py`` does it.
 """
 
 from __future__ import annotations
 
+from kvs_core.settings.drafters import SpeculativeSettings
 from kvs_core.settings.rooms import (
     KV_TYPES,
     ChatSettings,
@@ -51,6 +52,7 @@ __all__ = [
     "RopeScaling",
     "RopeSettings",
     "RunSettings",
+    "SpeculativeSettings",
     "SyntheticModel",
     "UrlModel",
 ]

@@ -1,7 +1,8 @@
 """What the rooms receive: frozen values, checked once at birth, built from the table's values by ``typed.py``.
 
     RunSettings, InfoSettings
-    ├── engine: EngineSettings   model · context · kv · rope · device: all that the engine is built from
+    ├── engine: EngineSettings   model · context · kv · rope · device · speculative (drafters.py): all that the engine
+    │                            is built from
     ├── sampling                 explicit sampling values only, under llama-server's API names
     ├── prompt, chat             what to continue, and how it is wrapped
     └── output, logging          what is printed, and where
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from kvs_core.errors import SettingsError
+from kvs_core.settings.drafters import SpeculativeSettings
 from kvs_core.units import align_up
 
 KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
@@ -244,6 +246,7 @@ class EngineSettings:
     kv: KvSettings = KvSettings()
     rope: RopeSettings = RopeSettings()
     device: DeviceSettings = DeviceSettings()
+    speculative: SpeculativeSettings = SpeculativeSettings()
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
+from kvs_core.settings.drafters import DRAFTERS
 from kvs_core.settings.kinds import (
     ANY,
     CPU_RANGE,
@@ -11,6 +13,7 @@ from kvs_core.settings.kinds import (
     ON_OFF,
     PATH,
     SWITCH,
+    Kind,
     choice,
     choices,
     integer,
@@ -20,9 +23,7 @@ from kvs_core.settings.kinds import (
 from kvs_core.settings.rooms import KV_TYPES
 from kvs_core.settings.setting import Group, Rule, Setting
 
-_spec = partial(Setting, group=Group.SPECULATIVE, commands=("run", "serve"),
-                note=(Rule("speculation is not in this version; decoding one token per step, same text",
-                           unless=("none",)),))
+_spec = partial(Setting, group=Group.SPECULATIVE, commands=("run", "serve"))
 _draft_cpu = partial(Setting, group=Group.SPECULATIVE, relevance="accept", commands=("run", "serve"),
                      note=(Rule("drafting uses no threads of its own"),))
 _plain = partial(Setting, group=Group.SPECULATIVE, relevance="accept", commands=("run", "serve"))
@@ -32,8 +33,9 @@ _NO_DRAFT_MODEL = Rule("separate draft models are not loaded; use --spec-type dr
                        "type")
 _NO_CPU_TENSORS = "all tensors are on one device; leave it out"
 _SAME_TYPE = Rule("drafts share the type of the cache")
+_IGNORED_HITS = Rule("one earlier match is enough, as in llama-server, which reads this number and ignores it too")
 _LENGTH = integer(1, 1024, sample="12")
-_DRAFTED = integer(0, 64, sample="48")
+_DRAFTED = integer(0, 1024, sample="48")
 _HITS = integer(1, 1 << 31)
 
 
@@ -42,23 +44,33 @@ def _no_file(name: str) -> Rule:
                 "draft-resident or an ngram type", only=(name,))
 
 
-_WORKING = ("draft-mtp", "ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache", "draft-resident")
+def _drafter_list() -> Kind:
+    """Names of drafters; ``none`` among them makes the list just that."""
+    listed = choices("none", *DRAFTERS, *_FILE_DRAFTERS)
+
+    def parse(text: str) -> object:
+        names = listed.parse(text)
+        return ("none",) if isinstance(names, tuple) and "none" in names else names
+
+    return replace(listed, parse=parse)
+
+
+_FILE_DRAFTERS = ("draft-simple", "draft-eagle3", "draft-dflash", "draft-dspark")
 
 SETTINGS = (
-    _spec("spec_type", ("--spec-type",),
-        choices("none", *_WORKING, "draft-simple", "draft-eagle3", "draft-dflash", "draft-dspark"),
+    _spec("spec_type", ("--spec-type",), _drafter_list(),
         "Drafters that guess tokens ahead, to be verified together: draft-mtp uses the model's own MTP head, ngram "
         "types repeat earlier text, draft-resident drafts from the pages on the device. Repeat or list several.",
         default=("none",), env="LLAMA_ARG_SPEC_TYPE", append=True,
-        refuse=tuple(map(_no_file, ("draft-simple", "draft-eagle3", "draft-dflash", "draft-dspark")))),
+        refuse=tuple(map(_no_file, _FILE_DRAFTERS))),
     _spec("spec_default", ("--spec-default",), SWITCH,
         "Adds ngram-mod with 24 matched and 48 to 64 drafted tokens.",
         default=False),
-    _spec("spec_draft_n_max", ("--spec-draft-n-max",), integer(0, 7),
-        "Most tokens that draft-mtp and draft-resident propose at once.",
+    _spec("spec_draft_n_max", ("--spec-draft-n-max",), integer(0, 1024),
+        "Most tokens that draft-mtp and draft-resident propose at once, 1 to 7.",
         default=3, unit="tokens", env="LLAMA_ARG_SPEC_DRAFT_N_MAX"),
-    _spec("spec_draft_n_min", ("--spec-draft-n-min",), integer(0, 7),
-        "Shorter drafts are thrown away.",
+    _spec("spec_draft_n_min", ("--spec-draft-n-min",), integer(0, 1024),
+        "Shorter drafts of draft-mtp and draft-resident are thrown away.",
         default=0, unit="tokens", env="LLAMA_ARG_SPEC_DRAFT_N_MIN"),
     _spec("spec_draft_p_min", ("--spec-draft-p-min", "--draft-p-min"), number(0, 1),
         "Stop drafting when the best guess is less probable than this.",
@@ -72,10 +84,11 @@ SETTINGS = (
     *(setting for name in ("simple", "map-k", "map-k4v") for setting in (
         _spec(f"spec_ngram_{name}_size_n".replace("-", "_"), (f"--spec-ngram-{name}-size-n",), _LENGTH,
               f"ngram-{name}: tokens that have to match.", default=12, unit="tokens"),
-        _spec(f"spec_ngram_{name}_size_m".replace("-", "_"), (f"--spec-ngram-{name}-size-m",), integer(1, 64),
-              f"ngram-{name}: tokens drafted.", default=48, unit="tokens"),
+        _spec(f"spec_ngram_{name}_size_m".replace("-", "_"), (f"--spec-ngram-{name}-size-m",), _LENGTH,
+              f"ngram-{name}: tokens drafted, at most 64.", default=48, unit="tokens"),
         _spec(f"spec_ngram_{name}_min_hits".replace("-", "_"), (f"--spec-ngram-{name}-min-hits",), _HITS,
-              f"ngram-{name}: matches before it drafts.", default=1),
+              f"ngram-{name}: matches before it drafts.", default=1,
+              note=() if name == "map-k4v" else (_IGNORED_HITS,)),
     )),
     _spec("spec_ngram_mod_n_match", ("--spec-ngram-mod-n-match",), _LENGTH,
         "ngram-mod: tokens that have to match; below 16 it guesses badly.",
@@ -84,7 +97,7 @@ SETTINGS = (
         "ngram-mod: least tokens worth drafting.",
         default=48, unit="tokens"),
     _spec("spec_ngram_mod_n_max", ("--spec-ngram-mod-n-max",), _DRAFTED,
-        "ngram-mod: most tokens drafted.",
+        "ngram-mod: most tokens drafted, at most 64.",
         default=64, unit="tokens"),
     _spec("lookup_cache_static", ("-lcs", "--lookup-cache-static"), PATH,
         "ngram-cache: statistics file."),

@@ -7,6 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from kvs_core.errors import SettingsError
+from kvs_core.settings.drafters import (
+    ModelDraftSettings,
+    NgramCacheSettings,
+    NgramMapSettings,
+    NgramModSettings,
+    NgramSimpleSettings,
+    SpeculativeSettings,
+)
 from kvs_core.settings.escapes import expand_escapes
 from kvs_core.settings.kinds import as_path
 from kvs_core.settings.rooms import (
@@ -65,7 +73,7 @@ def engine_settings(values: Values) -> EngineSettings:
         override_kv=values["override_kv"],
         scan=values["check_tensors"],
     )
-    _check_drafts(values)
+    _check_draft_types(values)
     return EngineSettings(
         model=model,
         context=_context(values),
@@ -88,6 +96,7 @@ def engine_settings(values: Values) -> EngineSettings:
             threads=values["threads"] if values["threads"] > 0 else None,
             gpu_layers=values["gpu_layers"] if values["gpu_layers"] not in ("auto", "all", -1) else None,
         ),
+        speculative=_speculative(values),
     )
 
 
@@ -214,15 +223,39 @@ def _sampling(values: Values, explicit: Collection[str]) -> dict[str, object]:
     return chosen
 
 
-def _check_drafts(values: Values) -> None:
+def _check_draft_types(values: Values) -> None:
     for letter, draft, main in (("k", values["spec_draft_type_k"], values["cache_type_k"]),
                                 ("v", values["spec_draft_type_v"], values["cache_type_v"])):
         if draft not in (None, main):
             raise SettingsError(f"--spec-draft-type-{letter} {draft}: drafts share the type of the cache, "
                                 f"{main}; leave it out or use {main}")
-    rates, most = values["spec_synth_rates"], values["spec_draft_n_max"]
-    if rates is not None and values["spec_synth_len"] is not None:
-        raise SettingsError("--spec-synth-len and --spec-synth-rates exclude each other; give one of them")
-    if rates is not None and (len(rates) != most or list(rates) != sorted(rates, reverse=True)):
-        raise SettingsError(f"--spec-synth-rates: expected {most} rates that never rise, one per drafted token of "
-                            f"--spec-draft-n-max {most}, got {len(rates)}")
+
+
+def _speculative(values: Values) -> SpeculativeSettings:
+    types = [name for name in values["spec_type"] if name != "none"]
+    mod = NgramModSettings(values["spec_ngram_mod_n_match"], values["spec_ngram_mod_n_min"],
+                           values["spec_ngram_mod_n_max"])
+    if values["spec_default"]:
+        if mod != NgramModSettings():
+            raise SettingsError(f"--spec-default is ngram-mod that matches 24 tokens and drafts 48 to 64, the flags of "
+                                f"ngram-mod say {mod.n_match} and {mod.n_min} to {mod.n_max}; use --spec-type "
+                                "ngram-mod with them instead")
+        types.append("ngram-mod")
+    return SpeculativeSettings(
+        types=tuple(types),
+        ngram_simple=NgramSimpleSettings(values["spec_ngram_simple_size_n"], values["spec_ngram_simple_size_m"]),
+        ngram_map_k=NgramMapSettings(values["spec_ngram_map_k_size_n"], values["spec_ngram_map_k_size_m"]),
+        ngram_map_k4v=NgramMapSettings(values["spec_ngram_map_k4v_size_n"], values["spec_ngram_map_k4v_size_m"],
+                                       values["spec_ngram_map_k4v_min_hits"]),
+        ngram_mod=mod,
+        ngram_cache=NgramCacheSettings(values["lookup_cache_static"], values["lookup_cache_dynamic"]),
+        draft=ModelDraftSettings(
+            n_max=values["spec_draft_n_max"],
+            n_min=values["spec_draft_n_min"],
+            p_min=values["spec_draft_p_min"],
+            sampling=values["spec_draft_sampling"],
+        ),
+        adaptive=values["spec_adaptive"],
+        synth_len=values["spec_synth_len"],
+        synth_rates=values["spec_synth_rates"],
+    )

@@ -7,6 +7,7 @@ time, since pinning is slow; ``ensure`` waits for it only if the context has cau
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 
 import numpy as np
 
@@ -75,7 +76,10 @@ class HostHistory:
     def _take(self, layer: int, index: int) -> np.ndarray:
         future = self._ahead[layer]
         self._ahead[layer] = None
-        return future.result() if future is not None else self._allocate(index)
+        if future is not None:
+            with suppress(DeviceError):   # there may be memory now where there was none ahead of need
+                return future.result()
+        return self._allocate(index)
 
     def _allocate(self, index: int) -> np.ndarray:
         where = slab(index)

@@ -31,6 +31,8 @@ class StepOwner(Protocol):
 
     def abandon(self) -> None: ...
 
+    def observe_step(self, step_s: float | None) -> None: ...
+
     def step_closed(self, longest_gap_s: float) -> None: ...
 
 
@@ -96,8 +98,12 @@ class KvStep:
         self._kv.streamer.settle_fences()
 
     def after_capture(self) -> None:
-        """The step has been captured instead of run."""
+        """The step has been captured instead of run, or its capture has failed."""
         self._kv.streamer.forget_fences()
+
+    def observe(self, step_s: float | None) -> None:
+        """The step, captured, took that long on the device; None: not known in time."""
+        self._kv.observe_step(step_s)
 
     def begin_attention(self) -> None:
         """Attention of a layer begins."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from kvs_core.device.base import Buffer, Device, Fence
 from kvs_core.errors import DeviceError
 from kvs_core.memory.phases import Phase
 from kvs_core.paging.cache import LogicalCache
-from kvs_core.paging.geometry import PageGeometry
+from kvs_core.paging.geometry import GROUP_PAGES, PageGeometry
 from kvs_core.paging.residency import Observation, ResidencyConfig, ResidencyState, residency_step
 from kvs_core.paging.slots import PageId, PageTable
 from kvs_core.paging.spans import Chunk, LayerPlan, plan_layer
@@ -28,6 +28,9 @@ from kvs_core.streaming.kv_step import KvStep
 from kvs_core.streaming.layer_kv import AttentionScratch, LoadedPlan
 from kvs_core.streaming.publisher import Publisher
 from kvs_core.streaming.streamer import Streamer
+
+_SLOW = 1.05        # times what link and kernels need: a captured step that takes longer kept the link waiting
+_SLOW_STEPS = 4     # of them in a row, so that one that was disturbed changes nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,8 @@ class KvStream:
         self._repartitions = 0
         self._scheduled: tuple[tuple[int, ...], int] | None = None
         self._gap_s = self._last_gap_s = 0.0
+        self._compute_s = 0.0                                # of a captured step that streams nothing
+        self._slow_steps = 0                                 # captured steps in a row that took longer than they should
 
     # Layout: called at start and by a hand-over, between steps.
 
@@ -143,6 +148,22 @@ class KvStream:
             self._wait_promoted(page)   # what may fail comes before what changes
         self.cache.truncate(tokens)
         self._forget_pages(pages)
+
+    def restore(self, tokens: int) -> None:
+        """Take up a history that came from elsewhere, whole pages of it: the cache is empty, and ``room_for`` gave
+        the memory that was filled. What stays on the device comes with the next step."""
+        assert self._step is None
+        assert tokens % self.geometry.page_tokens == 0, f"{tokens} tokens are no whole pages"
+        self.cache.restore(tokens)
+        self._pages = self.geometry.pages_of(tokens)
+        # Where nothing is resident yet, cuts say that everything is streamed: the policy then takes back what fits.
+        self._state = replace(self._state, cuts=(self._pages // GROUP_PAGES * GROUP_PAGES,) * self.layers)
+        self._forget_plans()
+
+    def room_for(self, layer: int, page: int) -> np.ndarray:
+        """The history's memory for a page that ``restore`` is to find there, uint8 [page_bytes]."""
+        self._history.ensure(page + 1)
+        return np.asarray(self._history.page(layer, page))
 
     def stats(self) -> KvStats:
         """A snapshot."""
@@ -221,6 +242,26 @@ class KvStream:
         # Before its rows are written, and so before attention too: a page that was cut short may be coming back.
         for coming in [page for page in self._promoted if page.layer == layer]:
             self._wait_promoted(coming)
+
+    def observe_step(self, step_s: float | None) -> None:
+        """A captured step took that long on the device.
+
+        One that streamed nothing tells how long the layers between two attention layers take, the gap that the ring
+        bridges. One that streamed more than it shows whether the link was kept waiting: where it could have moved the
+        same pages, and the device could have computed, in clearly less time, some copy waited for a slot.
+        """
+        if not step_s:
+            return
+        moved = self.streamer.schedule.streamed_pages * self.geometry.page_bytes
+        if moved == 0:
+            self._compute_s = step_s
+            self._gap_s = self._last_gap_s = step_s / self.layers
+        elif self._compute_s and self._config.link_bytes_per_s:
+            floor_s = max(self._compute_s, moved / self._config.link_bytes_per_s)
+            self._slow_steps = self._slow_steps + 1 if step_s > _SLOW * floor_s else 0
+            if self._slow_steps >= _SLOW_STEPS:
+                self.streamer.note_starved()
+                self._slow_steps = 0
 
     def step_closed(self, longest_gap_s: float) -> None:
         self._step = None

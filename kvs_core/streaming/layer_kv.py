@@ -80,8 +80,8 @@ class LayerKv:
         self, y: Buffer, params: AttentionParams, q: Buffer, planned: LoadedPlan, out: Buffer
     ) -> None:
         ops, step, geometry = self._ops, self._step, self._geometry
-        scratch = _cut(step.scratch.groups, step.rows, params.heads, geometry.v_dim + 2)
-        segments = _cut(step.scratch.segments, step.rows, params.heads, geometry.v_dim + 2)
+        scratch = cut(step.scratch.groups, step.rows, params.heads, geometry.v_dim + 2)
+        segments = cut(step.scratch.segments, step.rows, params.heads, geometry.v_dim + 2)
         for number, call in enumerate(planned.plan.calls):
             if call.run is not None and call.first:
                 self._streamer.acquire(call.run)
@@ -97,7 +97,7 @@ class LayerKv:
     ) -> None:
         # Page order, streamed pages first: one running partial is enough, where many rows would need many.
         ops, step, geometry = self._ops, self._step, self._geometry
-        running = _cut(step.scratch.running, step.rows, params.heads, geometry.v_dim + 2)[0]
+        running = cut(step.scratch.running, step.rows, params.heads, geometry.v_dim + 2)[0]
         for number, chunk in enumerate(planned.plan.chunks):
             if chunk.run is not None:
                 self._streamer.acquire(chunk.run)
@@ -109,7 +109,7 @@ class LayerKv:
         ops.finish_prefill(y, params, geometry, running, out)
 
 
-def _cut(flat: Buffer | None, rows: int, heads: int, width: int) -> Buffer:
+def cut(flat: Buffer | None, rows: int, heads: int, width: int) -> Buffer:
     """A flat buffer as [n, rows, heads, width], as many as it holds."""
     assert flat is not None, "this phase has no such scratch"
     size = rows * heads * width

@@ -55,6 +55,10 @@ class Streamer:
         starved, self._idled, self._starved = self._starved, False, False
         return starved
 
+    def note_starved(self) -> None:
+        """A captured step has shown what ``acquire`` cannot see in one: the link waited for slots."""
+        self._starved = True
+
     def replan(self, streamed: Sequence[range], *, ring_slots: int, run_pages: int) -> None:
         """Between steps: take up a new schedule. Runs copied ahead that still head it keep their slots.
 

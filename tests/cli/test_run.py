@@ -32,7 +32,8 @@ SCHEMA = {
            "active_pages", "streamed_pages_per_step", "h2d_bytes", "d2h_bytes", "h2d_calls", "stall_ms",
            "repartitions", "history_bytes"},
 }
-KEYS = {"device", "prompt_tokens", "generated_tokens", "token_ids", "text", "stop_reason", "probs", *SCHEMA}
+KEYS = {"synthetic", "device", "prompt_tokens", "generated_tokens", "token_ids", "text", "stop_reason", "probs",
+        *SCHEMA}
 
 
 def numbers(value: Any) -> list[float]:

@@ -114,8 +114,11 @@ class CpuRuntime:
         size = int(np.prod(shape)) * dtype.itemsize
         return buffer[offset : offset + size].view(dtype).reshape(shape)
 
-    def event(self) -> _Event:
+    def event(self, *, timed: bool = False) -> _Event:
         return _Event()
+
+    def seconds_between(self, first: _Event, last: _Event) -> float:
+        return 1e-3
 
     def enqueue_copy(self, dst: int, src: int, size_bytes: int, stream: _Stream) -> None:
         self._recorder.do(lambda: ctypes.memmove(dst, src, size_bytes))   # type: ignore[arg-type, return-value]

@@ -1,5 +1,5 @@
-// Tensor-core products: the lanes' fragments become matrices, are multiplied the slow way, and go back. The layouts stand
-// in ptx.cuh; results of 16-bit floats are rounded once, where a GPU may round or truncate several times.
+// Tensor-core products: the lanes' fragments become matrices, are multiplied the slow way, and go back. ptx.cuh has the
+// layouts. Results of 16-bit floats are rounded once, where a GPU may round or truncate several times.
 #include "standin.h"
 
 namespace cpu {
@@ -14,11 +14,6 @@ struct Half {
   static constexpr int per_register = 2;
   using Number = double;
   static double at(u32 r, int i) { return half_to_float((unsigned short)(r >> 16 * i)); }
-};
-struct Brain {
-  static constexpr int per_register = 2;
-  using Number = double;
-  static double at(u32 r, int i) { return bits<float>(i ? r & 0xffff0000u : r << 16); }
 };
 
 template <class A, class B, int Deep> void multiply(void* const (&lanes)[32]) {
@@ -55,6 +50,5 @@ void mma_s8_2(void* const (&lanes)[32]) { multiply<Eight<signed char>, Eight<sig
 void mma_u8_2(void* const (&lanes)[32]) { multiply<Eight<unsigned char>, Eight<signed char>, 2>(lanes); }
 void mma_f16_1(void* const (&lanes)[32]) { multiply<Half, Half, 1>(lanes); }
 void mma_f16_2(void* const (&lanes)[32]) { multiply<Half, Half, 2>(lanes); }
-void mma_bf16_2(void* const (&lanes)[32]) { multiply<Brain, Brain, 2>(lanes); }
 
 }  // namespace cpu

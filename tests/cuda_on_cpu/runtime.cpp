@@ -9,40 +9,12 @@
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <time.h>
-#include <ucontext.h>
 #include <unistd.h>
 
 #include <link.h>
 
+#include "context.h"
 #include "threads.h"
-
-// ---- contexts: a stack and the registers that a call preserves ----
-
-#if defined(__x86_64__) && !defined(KVS_UCONTEXT)
-struct Context { void* sp; };
-extern "C" void kvs_switch(void** save, void* load);
-asm(".text\n.globl kvs_switch\nkvs_switch:\n"
-    "push %rbp\npush %rbx\npush %r12\npush %r13\npush %r14\npush %r15\n"
-    "mov %rsp,(%rdi)\nmov %rsi,%rsp\n"
-    "pop %r15\npop %r14\npop %r13\npop %r12\npop %rbx\npop %rbp\nret\n");
-static void prepare(Context& context, char* stack, size_t bytes, void (*run)()) {
-  void** top = (void**)(stack + bytes);
-  *--top = nullptr;           // where run would return to; it does not
-  *--top = (void*)run;
-  context.sp = top - 6;       // six registers, any values
-}
-static void change(Context& from, Context& to) { kvs_switch(&from.sp, to.sp); }
-#else
-typedef ucontext_t Context;
-static void prepare(Context& context, char* stack, size_t bytes, void (*run)()) {
-  getcontext(&context);
-  context.uc_stack.ss_sp = stack;
-  context.uc_stack.ss_size = bytes;
-  context.uc_link = nullptr;
-  makecontext(&context, run, 0);
-}
-static void change(Context& from, Context& to) { swapcontext(&from, &to); }
-#endif
 
 namespace cpu {
 namespace {
@@ -189,8 +161,8 @@ bool run_block(bool backwards, u32 shared_bytes) {
   if (bulk.n) return snprintf(message, sizeof message, "%u bulk copies that nobody waited for", bulk.n), false;
   for (const char* p = dynamic_begin + shared_bytes; p < dynamic_end; p++)
     if (*p != '\xa5') {
-      snprintf(message, sizeof message, "wrote byte %u of dynamic shared memory, which has %u", (u32)(p - dynamic_begin),
-               shared_bytes);
+      snprintf(message, sizeof message, "wrote byte %u of dynamic shared memory, which has %u",
+               (u32)(p - dynamic_begin), shared_bytes);
       return false;
     }
   return true;

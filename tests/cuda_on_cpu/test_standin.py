@@ -47,7 +47,7 @@ def run(
 
 # ---- instructions ----
 
-def fragments(matrix: np.ndarray, per: int, deep: int) -> np.ndarray:
+def fragments(matrix: np.ndarray, deep: int) -> np.ndarray:
     """uint32 [32 lanes, registers] of A [16, k] or, transposed, of B [8, k]; see ptx.cuh."""
     raw = np.ascontiguousarray(matrix).view(np.uint8).reshape(len(matrix), -1, 4).view(np.uint32)[..., 0]
     lane = np.arange(32)
@@ -57,21 +57,18 @@ def fragments(matrix: np.ndarray, per: int, deep: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("arch", [75, 90])
-@pytest.mark.parametrize("name", ["mma_s8", "mma_u8", "mma_s8_k16", "mma_f16", "mma_bf16"])
+@pytest.mark.parametrize("name", ["mma_s8", "mma_u8", "mma_s8_k16", "mma_f16"])
 def test_tensor_core_products_are_matrix_products(make: Make, name: str, arch: int) -> None:
     """Whether one instruction or smaller ones of an older GPU do it; integers exactly, floats but for rounding."""
     rng = np.random.default_rng(1)
-    deep = 1 if name.endswith("k16") else 2
-    if name.endswith("16") and deep == 2:
-        a32, b32 = rng.standard_normal((16, 16)), rng.standard_normal((8, 16))
-        if name == "mma_f16":
-            a, b = a32.astype(np.float16), b32.astype(np.float16)
-        else:
-            a, b = ((m.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16) for m in (a32, b32))
-        per, number = 2, np.float32
+    deep = 1 if name == "mma_s8_k16" else 2
+    if name == "mma_f16":
+        a, b = (rng.standard_normal((rows, 16)).astype(np.float16) for rows in (16, 8))
+        number = np.float32
     else:
         a = rng.integers(0, 256, (16, 16 * deep)).astype(np.uint8 if name == "mma_u8" else np.int8)
-        b, per, number = rng.integers(-128, 128, (8, 16 * deep)).astype(np.int8), 4, np.int32
+        b = rng.integers(-128, 128, (8, 16 * deep)).astype(np.int8)
+        number = np.int32
     c = rng.integers(-1000, 1000, (16, 8)).astype(number)
     lane = np.arange(32)
     place = (lane[:, None] // 4 + np.array([0, 0, 8, 8]), 2 * (lane[:, None] % 4) + np.array([0, 1, 0, 1]))
@@ -84,30 +81,9 @@ def test_tensor_core_products_are_matrix_products(make: Make, name: str, arch: i
         f"{name}(c, {', '.join(registers)}); for (int i = 0; i < 4; i++) sums[4 * l + i] = c[i];",
         (PTR, PTR, PTR),
     )
-    run(kernel, (on_device(fragments(a, per, deep)), on_device(fragments(b, per, deep)), sums), arch=arch)
-    if name == "mma_bf16":
-        a, b = ((m.astype(np.uint32) << 16).view(np.float32) for m in (a, b))
+    run(kernel, (on_device(fragments(a, deep)), on_device(fragments(b, deep)), sums), arch=arch)
     exact = c.astype(np.float64) + a.astype(np.float64) @ b.astype(np.float64).T
     np.testing.assert_allclose(sums, exact[place], rtol=0 if kind == "int" else 1e-5, atol=0 if kind == "int" else 1e-4)
-
-
-def test_ldmatrix_hands_out_fragments(make: Make) -> None:
-    """Lane l gets row l / 4 of each matrix, or with ``trans`` its column."""
-    matrices = np.arange(256, dtype=np.uint16).reshape(4, 8, 8)
-    out = on_device(np.zeros((32, 8), np.uint32))
-    kernel = make(
-        "const uint4* in, u32* out",
-        "__shared__ uint4 m[32]; const int l = threadIdx.x; m[l] = in[l]; __syncwarp(); u32 r[4], t[4];"
-        "ldmatrix_x4(r, smem_u32(m + l)); ldmatrix_x4_trans(t, smem_u32(m + l));"
-        "for (int i = 0; i < 4; i++) { out[8 * l + i] = r[i]; out[8 * l + 4 + i] = t[i]; }",
-        (PTR, PTR),
-    )
-    run(kernel, (on_device(matrices), out))
-    got = np.array(out).view(np.uint16).reshape(32, 2, 4, 2)
-    for l in range(32):
-        row, column = l // 4, 2 * (l % 4)
-        np.testing.assert_array_equal(got[l, 0], matrices[:, row, column : column + 2])
-        np.testing.assert_array_equal(got[l, 1], matrices[:, column : column + 2, row])
 
 
 def test_halves_are_numpys(make: Make) -> None:
@@ -207,6 +183,20 @@ def test_barriers_hold_all_threads(make: Make, portable: bool) -> None:
         assert sorted(order) == list(range(6))
         orders.add(tuple(order.tolist()))
     assert len(orders) == 3
+
+
+def test_barriers_of_parts_do_not_meet(make: Make) -> None:
+    """Two halves of a block, with barriers of their own and different numbers of turns; then the whole block."""
+    kernel = make(
+        "int* out",
+        "__shared__ int s[128]; const int t = threadIdx.x, half = t / 64; int v = t;"
+        "for (int i = 0; i < 1 + 2 * half; i++) { s[t] = v; barrier_of(1 + half, 64); v = s[t ^ 32] + 1;"
+        "barrier_of(1 + half, 64); } s[t] = v; __syncthreads(); out[t] = s[127 - t];", (PTR,),
+    )
+    out = on_device(np.zeros(128, np.int32))
+    run(kernel, (out,), block=128)
+    t = np.arange(128)[::-1]
+    np.testing.assert_array_equal(out, (t ^ 32) + 1 + 2 * (t // 64))
 
 
 def test_shared_memory_belongs_to_one_kernel(make: Make) -> None:

@@ -101,20 +101,18 @@ KVS_REDUCE(__reduce_or_sync, unsigned, a | b)
 
 namespace cpu {
 struct F16 {};
-struct BF16 {};
 struct Fragments {
   u32 a[4], b[2];
   union { int i[4]; float f[4]; } c;
 };
 // In mma.cpp, for A of 16 rows and ``deep`` registers deep (1: a0, a1, b0; 2: all).
-Compute mma_s8_1, mma_s8_2, mma_u8_1, mma_u8_2, mma_f16_1, mma_f16_2, mma_bf16_2;
+Compute mma_s8_1, mma_s8_2, mma_u8_1, mma_u8_2, mma_f16_1, mma_f16_2;
 template <class T, int Deep> constexpr Compute* mma_compute = nullptr;
 template <> constexpr Compute* mma_compute<signed char, 1> = mma_s8_1;
 template <> constexpr Compute* mma_compute<signed char, 2> = mma_s8_2;
 template <> constexpr Compute* mma_compute<unsigned char, 2> = mma_u8_2;
 template <> constexpr Compute* mma_compute<F16, 1> = mma_f16_1;
 template <> constexpr Compute* mma_compute<F16, 2> = mma_f16_2;
-template <> constexpr Compute* mma_compute<BF16, 2> = mma_bf16_2;
 
 template <class T, class C, int Deep>
 void mma(C (&c)[4], const u32 (&a)[2 * Deep], const u32 (&b)[Deep]) {
@@ -132,26 +130,4 @@ template <class T> void mma_8x8(int& c0, int& c1, u32 a, u32 b) {
   c0 = brought.c.i[0], c1 = brought.c.i[1];
 }
 
-struct Matrices {
-  const unsigned short* row;
-  bool transposed;
-  u32 r[4];
-  static void compute(void* const (&lanes)[32]) {
-    for (int l = 0; l < 32; l++) {
-      Matrices& to = *(Matrices*)lanes[l];
-      for (int m = 0; m < 4; m++)
-        for (int e = 0, at = 2 * (l % 4); e < 2; e++, at++) {
-          const int row = to.transposed ? at : l / 4, col = to.transposed ? l / 4 : at;
-          const u32 value = ((Matrices*)lanes[8 * m + row])->row[col];
-          to.r[m] = e ? to.r[m] | value << 16 : value;
-        }
-    }
-  }
-};
-inline void ldmatrix_x4(u32 (&r)[4], u32 a, bool transposed) {
-  if (a % 16) fail("ldmatrix reads at shared address %u, which is not a multiple of 16", a);
-  Matrices brought{(const unsigned short*)shared_pointer(a), transposed, {}};
-  meet(~0u, Matrices::compute, &brought);
-  memcpy(r, brought.r, sizeof r);
-}
 }  // namespace cpu

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from kvs_core.device.base import Device
 from kvs_core.device.host.device import HostDebug, HostDevice
+from kvs_core.engine.budget import BudgetDevice, arena_for, plan_budget
 from kvs_core.engine.engine import Engine
 from kvs_core.engine.session import Session
 from kvs_core.formats.gguf import GgufFile
-from kvs_core.memory.phases import Phase, required_bytes
+from kvs_core.models.registry import read_spec
 from kvs_core.settings.rooms import ContextSettings, KvSettings, RopeSettings
 
 CONTEXT = 512
@@ -36,42 +37,58 @@ def engine(
     context: int = CONTEXT,
     debug: HostDebug | None = None,
     lower: bool = False,
+    device: Callable[[], Device] | None = None,
 ) -> Iterator[Engine]:
     """An engine whose pool lies between the least (0.0) and all pages (1.0); None: all pages.
 
-    fixed  the pool has that size in both phases; otherwise in the phase with the larger workspace
-    lower  a ring or a run that this pool cannot have becomes the largest that it can
+    fixed   the pool has that size in both phases; otherwise in the phase with the larger workspace
+    lower   a ring or a run that this pool cannot have becomes the largest that it can
+    device  what it runs on: by default the host, with ``debug``
     """
-    settings: dict[str, Any] = {
-        "context": ContextSettings(ctx_size=context, ubatch=ubatch), "kv": kv, "rope": RopeSettings()
-    }
+    wanted = ContextSettings(ctx_size=context, ubatch=ubatch)
     file = GgufFile.open(path)
-    sizes = {}
-    if pool is not None:
-        sizes, most = _sizes(file, settings, pool, fixed)
-        if lower:
-            kv = replace(kv, ring_slots=min(kv.ring_slots, most), run_pages=min(kv.run_pages, most))
-            settings["kv"] = kv
-    built = Engine(file, HostDevice(1, debug=debug), **settings, **sizes)
+    chosen = HostDevice(1, debug=debug) if device is None else device()
+    try:
+        size = Size()
+        if pool is not None:
+            size, most = _size(file, chosen, wanted, kv, pool, fixed)
+            if lower:
+                kv = replace(kv, ring_slots=min(kv.ring_slots, most), run_pages=min(kv.run_pages, most))
+        built = Engine(
+            file, chosen, context=wanted, kv=kv, rope=RopeSettings(),
+            arena_bytes=size.arena_bytes, pool_bytes=size.pool_bytes,
+        )
+    except BaseException:
+        chosen.close()
+        raise
     try:
         yield built
     finally:
         built.close()
 
 
-def _sizes(file: GgufFile, settings: dict[str, Any], pool: float, fixed: bool) -> tuple[dict[str, int], int]:
-    """Arguments of an ``Engine``, and the slots of its pool that may be the ring."""
-    probe = Engine(file, HostDevice(1), **{**settings, "kv": replace(settings["kv"], ring_slots=0, run_pages=0)})
-    try:
-        need, memory = probe.need, probe.memory
-        slots = round(need.least_slots + pool * (need.all_slots - need.least_slots))
-        page_bytes = probe.geometry.page_bytes
-        if fixed:
-            return {"pool_bytes": slots * page_bytes}, slots - need.least_slots + 1
-        phases = [required_bytes(memory.request(phase), slot_bytes=page_bytes, slots=slots) for phase in Phase]
-        return {"arena_bytes": max(phases)}, slots - need.least_slots + 1
-    finally:
-        probe.close()
+@dataclass(frozen=True)
+class Size:
+    """What an ``Engine`` is told of its arena: the bytes of all of it, or of its pool."""
+
+    arena_bytes: int | None = None
+    pool_bytes: int | None = None
+
+
+def _size(
+    file: GgufFile, device: Device, context: ContextSettings, kv: KvSettings, pool: float, fixed: bool
+) -> tuple[Size, int]:
+    """Of an arena, and the slots of its pool that may be the ring."""
+    budget = plan_budget(
+        read_spec(file), context, replace(kv, ring_slots=0, run_pages=0), free_bytes=device.free_bytes(),
+        device=BudgetDevice(device.scratch, device.page_layout),
+    )
+    need = budget.need
+    slots = round(need.least_slots + pool * (need.all_slots - need.least_slots))
+    most = slots - need.least_slots + 1
+    if fixed:
+        return Size(pool_bytes=slots * budget.geometry.page_bytes), most
+    return Size(arena_bytes=arena_for(budget.memory, slots)), most
 
 
 def run(built: Engine, prompt: Sequence[int], decode: Sequence[int]) -> np.ndarray:

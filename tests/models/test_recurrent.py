@@ -48,6 +48,9 @@ class FakeOps:
                 self.fail_in = None
                 raise MemoryError
 
+    def clear(self, buffer: np.ndarray) -> None:
+        buffer.fill(0)
+
     def gdn_apply(self, _shape: GdnShape, state: GdnState, *, position: int, pending: int) -> None:
         self._count_down()
         for row in range(position - pending, position):

@@ -114,6 +114,11 @@ class GpuLab(Lab):
 
 
 @cache
+def _found() -> CudaFound | str:
+    return find_cuda()
+
+
+@cache
 def _cpu_launcher() -> CpuLauncher:
     return CpuLauncher()
 
@@ -136,7 +141,7 @@ def lab(request: pytest.FixtureRequest) -> Iterator[Lab]:
         yield CpuLab()
         memory.check_slack()
         return
-    found = find_cuda()
+    found = _found()
     if not isinstance(found, CudaFound):
         pytest.skip(found)
     yield GpuLab()

@@ -271,8 +271,7 @@ def test_sums_with_rows_sections(lab: Any) -> None:
     info = random_tensor("d", Quant.F16, 48, 256)
     weight = store_in(lab).load([info])
     rows = rows_of(3, 256)
-    zeros = np.zeros((3, 48), np.float32)
-    bench = Bench(lab, 3, n_embd=48)
+    zeros, bench = np.zeros((3, 48), np.float32), Bench(lab, 3, n_embd=48)
     check_product(bench.added(zeros, lab.array(rows), weight), rows.astype(np.float64), values_of([info]))
     place = lab.empty((3, 256), np.float32)
     bench.context.forms[address(place)] = Records(records_of(bench, rows))
@@ -306,8 +305,7 @@ def test_forms_of_rows(lab: Any) -> None:
     """Records give the bits of plain rows; rows to be normed and gated are right and do not depend on other rows."""
     info = random_tensor("d", Quant.Q4_K, 48, 512)
     weight = store_in(lab).load([info])
-    rows = rows_of(8, 512)
-    place = lab.empty((8, 512), np.float32)
+    rows, place = rows_of(8, 512), lab.empty((8, 512), np.float32)
     ones: list[np.ndarray] = []
     for count in (8, 5, 4, 2, 1):
         bench = Bench(lab, count, n_embd=48)

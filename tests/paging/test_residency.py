@@ -21,7 +21,8 @@ from kvs_core.paging.residency import (
 )
 from kvs_core.units import ceil_div
 
-PAGE_BYTES = 1 << 20   # a run is then one group
+PAGE_MIB = 8
+PAGE_BYTES = PAGE_MIB << 20   # a run is then one group
 RUN = GROUP_PAGES
 LINK = 1000.0 * PAGE_BYTES
 COOL_DOWN = 8
@@ -98,8 +99,8 @@ def test_every_decision_can_be_carried_out(
             with pytest.raises(BudgetError, match="--kv-stream-arena-mib") as caught:
                 residency_step(used, state, each)
             least = least_of_step(layers, each.pages, each.writable_page)
-            assert caught.value.needed_mib == least
-            assert caught.value.given_mib == each.pool_slots
+            assert caught.value.needed_mib == least * PAGE_MIB
+            assert caught.value.given_mib == each.pool_slots * PAGE_MIB
 
 
 @given(st.integers(1, 5), st.lists(observations(), max_size=12))
@@ -114,7 +115,7 @@ def test_resident_mode_holds_everything_or_refuses(layers: int, seen: list[Obser
         else:
             with pytest.raises(BudgetError, match="resident mode") as caught:
                 residency_step(used, state, each)
-            assert caught.value.needed_mib == layers * each.pages
+            assert caught.value.needed_mib == layers * each.pages * PAGE_MIB
 
 
 @given(st.integers(1, 4), st.integers(1, 700), st.integers(1, 130))
@@ -288,15 +289,15 @@ def test_a_pool_that_grows_is_used_at_once_and_one_that_shrinks_gives_way() -> N
     ("run_pages", "ring", "run"),
     [(0, 1, 1), (0, 2, 1), (0, 3, 1), (0, 7, 3), (0, 8, 4), (0, 100, 4), (6, 100, 6), (6, 4, 4), (1, 9, 1)],
 )
-def test_runs_are_four_mib_if_two_of_them_fit_in_the_ring(run_pages: int, ring: int, run: int) -> None:
+def test_runs_are_long_copies_if_two_of_them_fit_in_the_ring(run_pages: int, ring: int, run: int) -> None:
     """One is read while the next arrives; a length that the user fixed gives way to the ring only."""
     assert config(run_pages=run_pages).run_pages_in(ring) == run
 
 
-def test_runs_are_whole_groups_of_at_least_four_mib() -> None:
+def test_runs_are_whole_groups_of_at_least_26_mib() -> None:
     """As many groups as make the copy that reaches the link's rate."""
-    assert config(page_bytes=425_984).copy_pages == 12
-    assert config(page_bytes=4096).copy_pages == 1024
+    assert config(page_bytes=425_984).copy_pages == 64
+    assert config(page_bytes=4096).copy_pages == 6656
     assert config(page_bytes=1 << 30).copy_pages == GROUP_PAGES
 
 

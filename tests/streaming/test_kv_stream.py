@@ -15,7 +15,6 @@ from kvs_core.device.host.device import HostDebug, HostDevice
 from kvs_core.errors import BudgetError, ContextError
 from kvs_core.memory.phases import Phase
 from kvs_core.paging.slots import PageId
-from kvs_core.streaming import kv_stream as kv_stream_module
 from kvs_core.streaming.kv_stream import KvStep
 from tests.streaming.rig import DECODE_ROWS, LAYERS, PAGE, PLAIN, PREFILL_ROWS, ROTATED, Pools, Rig, rig
 

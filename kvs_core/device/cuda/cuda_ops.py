@@ -126,6 +126,7 @@ class CudaOps:
         self._context.rows = len(inputs.tokens)
         self._context.position = inputs.first_position
         self._context.phase = inputs.phase
+        self._matmul.begin_step()
 
     # Ops.
 

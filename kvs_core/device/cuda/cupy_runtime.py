@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from contextlib import suppress
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -17,15 +20,37 @@ from kvs_core.units import MIB
 _COPY_DEFAULT = 4   # cudaMemcpyDefault: from the addresses
 
 
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
+
+
+def _ours(what: str) -> Callable[[Callable[_Args, _Result]], Callable[_Args, _Result]]:
+    """A method that does ``what``, whose errors, RuntimeErrors of CuPy, become ours."""
+
+    def decorate(method: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
+        @wraps(method)
+        def call(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+            try:
+                return method(*args, **kwargs)
+            except RuntimeError as error:
+                raise DeviceError(f"CUDA failed in {what}: {error}") from error
+
+        return call
+
+    return decorate
+
+
 class _CupyEvent:
     __slots__ = ("raw",)
 
     def __init__(self, raw: Any) -> None:
         self.raw = raw
 
+    @_ours("work on a stream")
     def done(self) -> bool:
         return bool(self.raw.done)
 
+    @_ours("work on a stream")
     def wait(self) -> None:
         self.raw.synchronize()
 
@@ -39,28 +64,36 @@ class _CupyStream:
         self.raw = raw
         self._before_plain = before_plain
 
+    @_ours("recording an event")
     def record(self, event: Event) -> None:
         assert isinstance(event, _CupyEvent)
         event.raw.record(self.raw)
 
+    @_ours("waiting for an event")
     def wait(self, event: Event) -> None:
         assert isinstance(event, _CupyEvent)
         self.raw.wait_event(event.raw)
         self._before_plain()
 
+    @_ours("work on a stream")
     def synchronize(self) -> None:
         self.raw.synchronize()
 
 
 class _CupyGraph:
-    __slots__ = ("_graph", "_stream")
+    """``before_plain``: see ``_CupyStream``."""
 
-    def __init__(self, graph: Any, stream: Any) -> None:
+    __slots__ = ("_before_plain", "_graph", "_stream")
+
+    def __init__(self, graph: Any, stream: Any, before_plain: Any) -> None:
         self._graph = graph
         self._stream = stream
+        self._before_plain = before_plain
 
+    @_ours("launching a captured step")
     def launch(self) -> None:
         self._graph.launch(self._stream)
+        self._before_plain()
 
 
 class CupyRuntime:
@@ -71,8 +104,8 @@ class CupyRuntime:
         import cupy
 
         self._cupy = cupy
-        self._device = cupy.cuda.Device(index)
-        self._device.use()
+        self._index = index
+        cupy.cuda.Device(index).use()
         properties = cupy.cuda.runtime.getDeviceProperties(index)
         self.name = properties["name"].decode()
         compute = cupy.cuda.Stream(non_blocking=True)
@@ -98,14 +131,15 @@ class CupyRuntime:
                 f"{total / MIB:.0f} MiB are free; use a smaller arena, context or model, or end other programs"
             ) from error
         buffer = cupy.ndarray((size_bytes,), np.uint8, cupy.cuda.MemoryPointer(memory, 0))
-        cupy.cuda.runtime.memset(buffer.data.ptr, 0, size_bytes)
+        self._clear(buffer)
         return buffer
 
     def allocate_pinned(self, size_bytes: int) -> np.ndarray:
-        """See ``Runtime``. Not zeroed."""
+        """See ``Runtime``. Not zeroed. Any thread may ask."""
         cupy = self._cupy
         try:
-            memory = cupy.cuda.PinnedMemory(max(size_bytes, 1))
+            with cupy.cuda.Device(self._index):
+                memory = cupy.cuda.PinnedMemory(max(size_bytes, 1))
         except cupy.cuda.runtime.CUDARuntimeError as error:
             raise DeviceError(
                 f"{size_bytes / MIB:.0f} MiB of pinned host memory cannot be had; lower --ctx-size, or end other "
@@ -117,10 +151,17 @@ class CupyRuntime:
         """See ``Runtime``."""
         return self._cupy.ndarray(shape, dtype, memory.data + offset)
 
-    def event(self) -> Event:
-        """See ``Runtime``. Without a time: those are cheaper."""
-        return _CupyEvent(self._cupy.cuda.Event(disable_timing=True))
+    def event(self, *, timed: bool = False) -> Event:
+        """See ``Runtime``. Those without a time are cheaper."""
+        return _CupyEvent(self._cupy.cuda.Event(disable_timing=not timed))
 
+    def seconds_between(self, first: Event, last: Event) -> float:
+        """See ``Runtime``."""
+        assert isinstance(first, _CupyEvent)
+        assert isinstance(last, _CupyEvent)
+        return float(self._cupy.cuda.get_elapsed_time(first.raw, last.raw)) / 1e3
+
+    @_ours("a copy")
     def enqueue_copy(self, dst: int, src: int, size_bytes: int, stream: RawStream) -> None:
         """See ``Runtime``."""
         assert isinstance(stream, _CupyStream)
@@ -128,23 +169,25 @@ class CupyRuntime:
         if stream is self.compute:
             self._plain_next()
 
+    @_ours("capturing a step")
     def begin_capture(self) -> None:
         """See ``Runtime``. Only this thread's calls count: the helper that pins memory goes on."""
         self._compute.begin_capture(self._cupy.cuda.runtime.streamCaptureModeThreadLocal)
         self._plain_next()
 
+    @_ours("making a graph of a step")
     def end_capture(self) -> _CupyGraph:
         """See ``Runtime``."""
-        return _CupyGraph(self._compute.end_capture(), self._compute)
+        return _CupyGraph(self._compute.end_capture(), self._compute, self._plain_next)
 
     def abandon_capture(self) -> None:
         """See ``Runtime``."""
-        if self._compute.is_capturing():
-            try:
-                self._compute.end_capture()
-            except self._cupy.cuda.runtime.CUDARuntimeError:
-                return   # the capture was broken by the error that ended it
+        # CUDA's complaint about what was left open, or about the error that broke the capture, is no news.
+        with suppress(RuntimeError):
+            self._compute.end_capture()
+        self._plain_next()
 
+    @_ours("measuring the link")
     def measure_copies(self, size_bytes: int, times: int) -> float:
         """See ``Runtime``."""
         cuda = self._cupy.cuda
@@ -169,6 +212,13 @@ class CupyRuntime:
         """See ``Runtime``. Memory goes with its last view."""
         self._compute.synchronize()
         self._cublas.close()
+
+
+    @_ours("clearing memory")
+    def _clear(self, buffer: Buffer) -> None:
+        """Zeros, there when this returns: streams that do not block would not wait for them."""
+        self._cupy.cuda.runtime.memset(buffer.data.ptr, 0, buffer.nbytes)
+        self._cupy.cuda.Stream.null.synchronize()
 
 
 def _nothing() -> None:

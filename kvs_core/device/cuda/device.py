@@ -28,8 +28,8 @@ from kvs_core.device.base import (
     Weight,
 )
 from kvs_core.device.cuda.context import Context
-from kvs_core.device.cuda.kernel import address
 from kvs_core.device.cuda.cuda_ops import CudaOps
+from kvs_core.device.cuda.kernel import address
 from kvs_core.device.cuda.runtime import Graph, Runtime
 from kvs_core.device.cuda.steps import PlanTables, StepTable
 from kvs_core.device.cuda.streams import CaptureState, CudaStream, EventPool
@@ -83,6 +83,7 @@ class CudaDevice:
         self.copy: Stream = self._copy
         self.publish: Stream = self._publish
         self._closed = False
+        self._launch_began, self._launch_ended = runtime.event(timed=True), runtime.event(timed=True)
         self._state_bytes = 0
         self._vector_bytes = 0
         self._tables: list[CudaWeight] = []
@@ -203,6 +204,7 @@ class CudaDevice:
         self._steps.reserve(max_rows)
         self._plans = PlanTables(self._runtime, self._compute, layers, pages, self.capabilities.max_decode_rows)
         self._ops.reserve(self._steps.tokens, self._plans, max_rows)
+        self._files.finish()
 
     # Steps.
 
@@ -244,9 +246,17 @@ class CudaDevice:
     def launch(self, graph: Graph, inputs: StepInputs, copied: _Copied) -> None:
         """Enqueue captured work for a step with these inputs."""
         self._steps.write(inputs)
+        self._compute.raw.record(self._launch_began)
         graph.launch()
+        self._compute.raw.record(self._launch_ended)
         self._steps.launched()
         self._copied = self._copied.plus(copied)
+
+    def launch_seconds(self) -> float | None:
+        """How long the last ``launch`` took on the GPU; None while it runs."""
+        if not self._launch_ended.done():
+            return None
+        return self._runtime.seconds_between(self._launch_began, self._launch_ended)
 
     def enqueue_copy(self, dst: Buffer, src: Buffer, stream: Stream) -> None:
         """See ``Device``."""
@@ -313,3 +323,7 @@ class _CapturedStep:
     def launch(self, inputs: StepInputs) -> None:
         """See ``Captured``."""
         self._device.launch(self._graph, inputs, self._copied_each)
+
+    def elapsed_s(self) -> float | None:
+        """See ``Captured``."""
+        return self._device.launch_seconds()

@@ -78,7 +78,8 @@ class Driver:
     def function(self, module: ctypes.c_void_p, name: str, shared_bytes: int) -> int:
         """A handle of a kernel that may use ``shared_bytes`` of shared memory, its static part included."""
         function, static = ctypes.c_void_p(), ctypes.c_int()
-        self.call("cuModuleGetFunction", ctypes.byref(function), module, name.encode())
+        status = self.library.cuModuleGetFunction(ctypes.byref(function), module, name.encode())
+        self.check(status, f"looking for kernel {name}")
         self.call("cuFuncGetAttribute", ctypes.byref(static), _STATIC_SHARED_BYTES, function)
         self.call("cuFuncSetAttribute", function, _MAX_DYNAMIC_SHARED_BYTES, shared_bytes - static.value)
         assert function.value is not None

@@ -84,7 +84,7 @@ class Gemm(Protocol):
     ) -> None:
         """out = rows @ weight.T, added to what is there if ``accumulate``; on the compute stream.
 
-        rows [n_rows, n_in] and weight [n_out, n_in] float16, contiguous; out float32, rows ``out_stride`` numbers apart.
+        rows [n_rows, n_in], weight [n_out, n_in] float16, contiguous; out float32, rows ``out_stride`` numbers apart.
         Buffers or addresses. float32 accumulation; the same shapes give the same bits.
         """
         ...

@@ -27,6 +27,8 @@ _OVERLAP = struct.pack("iiI60x", 6, 0, 1)
 _COMPILERS = 8
 """Threads that compile at most: each takes some hundred MB."""
 
+_MOST_ENTRIES = 4096
+
 _Unit = tuple[str, tuple[tuple[str, int | str], ...]]   # source, defines
 
 
@@ -132,6 +134,8 @@ class CudaModules(Launcher):
             ) from error
 
     def _enter(self, kernel: Kernel) -> _Entry:
+        if len(self._entries) > _MOST_ENTRIES:   # somebody makes Kernels as he goes
+            self._entries.clear()
         function = self._functions.get(kernel)
         if function is None:
             unit = kernel.source, kernel.defines

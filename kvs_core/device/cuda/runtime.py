@@ -61,8 +61,12 @@ class Runtime(Protocol):
         """A window on device memory."""
         ...
 
-    def event(self) -> Event:
-        """A new event."""
+    def event(self, *, timed: bool = False) -> Event:
+        """A new event. ``timed``: one for ``seconds_between``."""
+        ...
+
+    def seconds_between(self, first: Event, last: Event) -> float:
+        """Of two timed events that are done."""
         ...
 
     def enqueue_copy(self, dst: int, src: int, size_bytes: int, stream: RawStream) -> None:

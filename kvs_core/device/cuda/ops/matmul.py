@@ -137,7 +137,8 @@ class DecodeMatmul:
     def project(self, x: Buffer, norm: Buffer, weight: CudaWeight, out: Buffer, *, eps: float) -> None:
         """See ``Ops.project``.   out [T, n_out] float32, rows any distance apart"""
         self._norm(x, norm, weight)
-        for section in weight.sections:
+        # Small products first: what comes next can prepare itself under the large ones.
+        for section in sorted(weight.sections, key=lambda section: isinstance(section, RecordSection)):
             if isinstance(section, RowsSection):
                 self._rows.run(
                     self._float_rows(len(x), weight.n_in), section, out, n_in=weight.n_in, out_stride=_stride(out),

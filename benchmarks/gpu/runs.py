@@ -1,0 +1,267 @@
+"""Engines on a synthetic model at any context, without reading a prompt of that length: the pages of a short prompt,
+repeated in the history, stand for the long one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from benchmarks.gpu.rates import milliseconds
+from kvs_core.device.base import PASSED, Fence, PassedFence, StepInputs
+from kvs_core.device.cuda.cupy_runtime import CupyRuntime
+from kvs_core.device.cuda.device import CudaDevice
+from kvs_core.engine.engine import Engine
+from kvs_core.formats.gguf import GgufFile
+from kvs_core.memory.phases import Phase
+from kvs_core.models.blocks import Attention
+from kvs_core.settings.rooms import ContextSettings, KvSettings, RopeSettings
+from kvs_core.streaming.layer_kv import cut
+
+PROMPT = 4096   # tokens that are really read
+
+
+@contextmanager
+def engine_on(file: GgufFile, *, context: int, ubatch: int, arena_mib: int | None = None) -> Iterator[Engine]:
+    """An engine of its own. Without ``arena_mib`` the arena holds every page."""
+    kv = KvSettings(type_k="q8_0", type_v="q4_0", arena_mib=arena_mib, fit=False)
+    engine = Engine(
+        file, CudaDevice(CupyRuntime()), context=ContextSettings(ctx_size=context, ubatch=ubatch, batch=ubatch), kv=kv,
+        rope=RopeSettings(),
+    )
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def tokens_of(engine: Engine, count: int, seed: int = 0) -> np.ndarray:
+    """Random ids."""
+    return np.random.default_rng(seed).integers(0, engine.spec.n_vocab, count).astype(np.int32)
+
+
+def fill(engine: Engine, tokens: int) -> None:
+    """Bring the engine to ``tokens`` committed tokens, whole pages."""
+    kv = engine._kv
+    prompt = tokens_of(engine, min(PROMPT, tokens))
+    for first in range(0, len(prompt), engine.context.ubatch_tokens):
+        with engine.step(prompt[first : first + engine.context.ubatch_tokens], Phase.PREFILL) as step:
+            step.settle()
+    if tokens <= len(prompt):
+        return
+    kv.drain()
+    have = kv.geometry.pages_of(len(prompt))
+    base = [[np.array(kv.history_page(layer, page)) for page in range(have)] for layer in range(kv.layers)]
+    kv.truncate(0)
+    for layer in range(kv.layers):
+        for page in range(kv.geometry.pages_of(tokens)):
+            kv.room_for(layer, page)[:] = base[layer][(page * 7 + layer) % have]
+    kv.restore(tokens)
+    engine._state.flush()
+    engine._state.restore(tokens)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Times of some decode steps of one width, medians in milliseconds.
+
+    gpu_ms   from the first to the last work of a step on the GPU
+    wall_ms  per step, by the host's clock
+    host_ms  of that, what the host does while the GPU has nothing to do
+    """
+
+    gpu_ms: float
+    wall_ms: float
+    host_ms: float
+    streamed_bytes: int
+    copies: int
+    recorded: int
+
+
+def decode(engine: Engine, rows: int, steps: int, *, keep: int | None = None) -> Steps:
+    """Real steps: captured work, inputs, the best id of the last row, bookkeeping. Warm-up steps are not counted."""
+    import cupy
+
+    device: Any = engine._device
+    stream = device._runtime.compute.raw
+    ids = tokens_of(engine, rows, 1)
+    gpu, host, wall, moved = [], [], [], []
+    recorded = 0
+    launch = device.launch
+    events = [cupy.cuda.Event(), cupy.cuda.Event()]
+    launched = [0.0, 0.0]
+
+    def timed_launch(*args: Any) -> None:
+        launched[0] = perf_counter()
+        events[0].record(stream)
+        launch(*args)
+        events[1].record(stream)
+        launched[1] = perf_counter()
+
+    device.launch = timed_launch
+    try:
+        for number in range(steps + 3):
+            if number == 3:
+                recorded = engine._captured.recorded
+            before = device.counters()
+            start = perf_counter()
+            with engine.step(ids, Phase.DECODE) as step:
+                enqueued = perf_counter()
+                best = step.best(1)
+                assert best is not None
+                got = perf_counter()
+                step.settle(rows if keep is None else keep)
+                ids[0] = best.ids[0]
+            done = perf_counter()
+            after = device.counters()
+            if number >= 3:
+                gpu.append(cupy.cuda.get_elapsed_time(*events))
+                host.append((launched[0] - start, launched[1] - launched[0], enqueued - launched[1], done - got))
+                wall.append(1e3 * (done - start))
+                moved.append((after.copy_bytes - before.copy_bytes, after.copy_calls - before.copy_calls))
+    finally:
+        del device.launch
+    parts = [1e3 * float(np.median(part)) for part in zip(*host, strict=True)]
+    return Steps(
+        float(np.median(gpu)), float(np.median(wall)), sum(parts), int(np.median([each[0] for each in moved])),
+        int(np.median([each[1] for each in moved])), engine._captured.recorded - recorded,
+    )
+
+
+class _NoStream:
+    """A copy stream on which nothing is done and nothing is waited for."""
+
+    name = "copy"
+
+    def record(self) -> PassedFence:
+        return PASSED
+
+    def wait(self, fence: Fence) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+@contextmanager
+def without_copies(engine: Engine) -> Iterator[None]:
+    """The same launches without the copy branch: what the kernels alone take. Outputs mean nothing."""
+    device: Any = engine._device
+    enqueue, copy = device.enqueue_copy, device.copy
+    stand_in = _NoStream()
+
+    def only_others(dst: Any, src: Any, stream: Any) -> None:
+        if stream is not stand_in:
+            enqueue(dst, src, stream)
+
+    engine._kv.streamer.settle_fences()
+    device.compute.synchronize()
+    device.copy, device.enqueue_copy = stand_in, only_others
+    engine._captured.forget()
+    try:
+        yield
+    finally:
+        device.copy = copy
+        del device.enqueue_copy
+        engine._captured.forget()
+
+
+def weight_bytes(engine: Engine) -> int:
+    """Bytes of matrices that a decode step reads."""
+    device: Any = engine._device
+    return int(device._weights.held_bytes)
+
+
+def prefill_ms(engine: Engine, tokens: int, ubatch: int) -> float:
+    """Milliseconds to read ``tokens`` more, on the GPU, in ubatches."""
+    import cupy
+
+    device: Any = engine._device
+    stream = device._runtime.compute.raw
+    prompt = tokens_of(engine, tokens, 2)
+    begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+    engine.enter(Phase.PREFILL)
+    device.compute.synchronize()
+    begin.record(stream)
+    for first in range(0, tokens, ubatch):
+        with engine.step(prompt[first : first + ubatch], Phase.PREFILL) as step:
+            step.settle()
+    end.record(stream)
+    end.synchronize()
+    return float(cupy.cuda.get_elapsed_time(begin, end))
+
+
+def matmuls_ms(engine: Engine, rows: int) -> tuple[float, float]:
+    """Milliseconds of all prefill products of a step, norms and SwiGLU with them, and their operations."""
+    device: Any = engine._device
+    ops, stream = device.ops, device._runtime.compute.raw
+    engine.enter(Phase.PREFILL)
+    workspace = engine._handover.layout.workspace
+    device.begin_step(StepInputs(tokens_of(engine, rows), 0, 0, Phase.PREFILL))
+    x = workspace.rows("x", rows)
+    operations = 0.0
+    eps = engine.spec.rms_eps
+    work = []
+    for layer in engine._model._layers:
+        mixer, forward = layer.mixer, layer.feed_forward
+        attention = isinstance(mixer, Attention)
+        joint, y, mixed = (mixer.qkv, "qkv", "attended") if attention else (mixer.joint, "joint", "mixed")
+        work.append((mixer.norm, joint, workspace.rows(y, rows), workspace.rows(mixed, rows), mixer.out, forward))
+        for weight in (joint, mixer.out, forward.gate_up, forward.down):
+            operations += 2.0 * rows * weight.n_in * weight.n_out
+
+    def multiply() -> None:
+        for norm, joint, y, mixed, out, forward in work:
+            ops.project(x, norm, joint, y, eps=eps, phase=Phase.PREFILL)
+            ops.add_projected(mixed, out, x, phase=Phase.PREFILL)
+            rows_of = workspace.rows("ffn", rows)
+            ops.project_swiglu(x, forward.norm, forward.gate_up, rows_of, eps=eps, phase=Phase.PREFILL)
+            ops.add_projected(rows_of, forward.down, x, phase=Phase.PREFILL)
+
+    return milliseconds(multiply, stream, 3), operations
+
+
+def attention_ms(engine: Engine, rows: int) -> tuple[float, float]:
+    """Milliseconds of one layer's decode attention over all resident pages: reading them, and the final merge."""
+    device: Any = engine._device
+    stream = device._runtime.compute.raw
+    engine.enter(Phase.DECODE)
+    ids = tokens_of(engine, rows, 1)
+    with engine.step(ids, Phase.DECODE) as step:
+        kv, workspace = step._kv, engine._handover.layout.workspace
+        layers = [(layer.mixer.params, kv.plan(layer.mixer.layer.kv_index)) for layer in engine._model._layers
+                  if isinstance(layer.mixer, Attention)]
+        scratch = cut(kv.scratch.groups, rows, layers[0][0].heads, engine.geometry.v_dim + 2)
+        segments = cut(kv.scratch.segments, rows, layers[0][0].heads, engine.geometry.v_dim + 2)
+        turn = iter(range(1 << 30))
+
+        def read() -> None:
+            params, planned = layers[next(turn) % len(layers)]
+            for call in range(len(planned.plan.calls)):
+                device.ops.attend_decode(
+                    workspace["q"], params, kv.pool, engine.geometry, planned.loaded, call, scratch
+                )
+
+        def merge() -> None:
+            params, planned = layers[next(turn) % len(layers)]
+            device.ops.finish_decode(
+                workspace.rows("qkv", rows), params, engine.geometry, planned.loaded, scratch, segments,
+                workspace.rows("attended", rows),
+            )
+
+        return milliseconds(read, stream, 32), milliseconds(merge, stream, 32)
+
+
+def decode_workspace_bytes(engine: Engine) -> int:
+    """Of the arena, beside the pool."""
+    return sum(region.size_bytes for region in engine.memory.request(Phase.DECODE).workspace)
+
+
+def matmul_operations(engine: Engine, rows: int) -> float:
+    """Operations of the matrices of ``rows`` rows; embedding and output head aside."""
+    spec = engine.spec
+    return 2.0 * rows * (spec.n_params - 2 * spec.n_vocab * spec.n_embd)

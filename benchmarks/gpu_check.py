@@ -1,0 +1,201 @@
+"""Is the CUDA engine right, and how near is it to what the GPU and the link can do?
+
+    python benchmarks/gpu_check.py [--tests] [--parts resident,streamed,prefill] [--output FILE.json]
+
+``--tests`` first runs the kernel and engine tests on the GPU. Speeds are of synthetic Qwen3.5-27B models (real shapes,
+random weights and pages); each is divided by a rate probed in the same run. Results are printed as one table and
+written as JSON with the GPU's name, the driver's and the commit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.gpu import runs  # noqa: E402
+from benchmarks.gpu.rates import Rates, probe  # noqa: E402
+from kvs_core.models.synthetic import synthetic_model  # noqa: E402
+
+ARENA_MIB = 2240
+MODEL = "qwen3.5-27b"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the table. ``bar``: what it must reach, if anything; ``below`` it is good, or above."""
+
+    what: str
+    value: float
+    bar: float | None = None
+    below: bool = False
+    detail: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def verdict(self) -> str:
+        """ok, short, or nothing where there is no bar."""
+        if self.bar is None:
+            return ""
+        good = self.value <= self.bar if self.below else self.value >= self.bar
+        return "ok" if good else "short"
+
+
+Report = Callable[[Line], None]
+
+
+def resident(rates: Rates, report: Report) -> None:
+    """Decode with all pages on the device, 4 Ki tokens of context."""
+    for mix, bar in (("q4_k", 0.66), ("iq4_xs", 0.63)):
+        with runs.engine_on(synthetic_model(f"{MODEL}:{mix}"), context=8192, ubatch=2048) as engine:
+            runs.fill(engine, 4096)
+            weights = runs.weight_bytes(engine)
+            first = 0.0
+            for rows in (1, 2, 4, 6, 8):
+                steps = runs.decode(engine, rows, 24, keep=1)
+                first = first or steps.gpu_ms
+                share = weights / steps.gpu_ms * 1e3 / rates.hbm_read
+                if rows == 1:
+                    report(Line(f"{mix}, 1 row: weights / time / HBM", share, bar, detail=asdict(steps)))
+                    report(Line(f"{mix}: host ms per step", steps.host_ms, 1.0, True))
+                else:
+                    report(Line(f"{mix}, {rows} rows / 1 row", steps.gpu_ms / first, 1.15 if rows == 4 else None, True,
+                                asdict(steps)))
+            if mix == "q4_k":
+                report(Line("decode workspace of 8 rows at 8 Ki, MiB", runs.decode_workspace_bytes(engine) / 2**20))
+
+
+def streamed(rates: Rates, report: Report) -> None:
+    """Decode through a bounded arena, at growing contexts."""
+    file = synthetic_model(f"{MODEL}:q4_k")
+    for context, bar in ((16384, 1.03), (65536, 1.03), (131072, 1.06), (262144, 1.03)):
+        name = f"{context >> 10} Ki"
+        with runs.engine_on(file, context=context, ubatch=512) as engine:
+            runs.fill(engine, context - 1024)
+            alone = runs.decode(engine, 1, 24)
+            if context == 262144:
+                pages = engine.geometry.pages_of(context - 1024)
+                for rows in (1, 4):
+                    read_ms, merge_ms = runs.attention_ms(engine, rows)
+                    share = pages * engine.geometry.page_bytes / read_ms * 1e3 / rates.hbm_read
+                    report(Line(f"attention at 256 Ki, {rows} row(s): KV / time / HBM", share,
+                                0.80 if rows == 1 else None, detail={"read_ms": read_ms, "merge_ms": merge_ms}))
+                report(Line("decode workspace of 8 rows at 256 Ki, MiB", runs.decode_workspace_bytes(engine) / 2**20,
+                            32.0, True))
+        with runs.engine_on(file, context=context, ubatch=512, arena_mib=ARENA_MIB) as engine:
+            runs.fill(engine, context - 1024)
+            runs.decode(engine, 1, 12)   # the policy settles
+            both = runs.decode(engine, 1, 24)
+            with runs.without_copies(engine):
+                kernels = runs.decode(engine, 1, 24)
+            stats = engine.report().stats
+            link_ms = both.streamed_bytes / rates.h2d * 1e3
+            detail = {"both": asdict(both), "kernels": asdict(kernels), "all_resident": asdict(alone),
+                      "kv": asdict(stats), "link_ms": link_ms}
+            ratio = both.gpu_ms / max(kernels.gpu_ms, link_ms)
+            report(Line(f"{name}: step / max(kernels, link)", ratio, bar, True, detail))
+            report(Line(f"{name}: kernels / all resident", kernels.gpu_ms / alone.gpu_ms,
+                        1.10 if context <= 65536 else None, True))
+            if both.streamed_bytes:
+                report(Line(f"{name}: H2D rate / probed", both.streamed_bytes / both.gpu_ms * 1e3 / rates.h2d, 0.96))
+            report(Line(f"{name}: host ms per step", both.host_ms, 1.0, True))
+
+
+def prefill(rates: Rates, report: Report) -> None:
+    """Reading a prompt."""
+    file = synthetic_model(f"{MODEL}:q4_k")
+    with runs.engine_on(file, context=10240, ubatch=2048) as engine:
+        taken_ms, operations = runs.matmuls_ms(engine, 2048)
+        report(Line("products at 2,048 rows / GEMM", operations / taken_ms * 1e3 / rates.gemm, 0.75,
+                    detail={"ms": taken_ms}))
+        runs.prefill_ms(engine, 512, 512)   # what is set up on first use
+        taken_ms = runs.prefill_ms(engine, 8192, 2048)
+        share = runs.matmul_operations(engine, 8192) / taken_ms * 1e3 / rates.gemm
+        report(Line("8 Ki prompt, ubatch 2,048 / GEMM", share, 0.40, detail={"ms": taken_ms,
+                    "tokens_per_s": 8192 / taken_ms * 1e3}))
+    times: dict[tuple[int, bool], float] = {}
+    context, tokens = 131072, 4096
+    for small in (False, True):
+        with runs.engine_on(file, context=context, ubatch=2048, arena_mib=ARENA_MIB if small else None) as engine:
+            runs.fill(engine, context - 5 * tokens)
+            for ubatch in (2048, 512, 256):
+                runs.prefill_ms(engine, ubatch, ubatch)
+                times[ubatch, small] = runs.prefill_ms(engine, tokens - ubatch, ubatch)
+    for ubatch in (2048, 512, 256):
+        alone, streaming = times[ubatch, False], times[ubatch, True]
+        report(Line(f"128 Ki, ubatch {ubatch}: resident / streamed", alone / streaming,
+                    0.95 if ubatch == 2048 else None, detail={"resident_ms": alone, "streamed_ms": streaming, "tokens": tokens - ubatch}))
+
+
+PARTS: dict[str, Callable[[Rates, Report], None]] = {"resident": resident, "streamed": streamed, "prefill": prefill}
+
+
+def run_tests() -> str:
+    """The last line of pytest, on the GPU alone."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", "-n", "6",
+               "--dist", "loadfile", "-k", "cuda", "tests/ops", "tests/engine/test_cuda_engine.py",
+               "tests/device/test_cuda_device.py"]
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"KVS_TEST_GPU_ONLY": "1"}, capture_output=True, text=True
+    )
+    print(done.stdout[-6000:] if done.returncode else done.stdout.splitlines()[-1])
+    return done.stdout.strip().splitlines()[-1]
+
+
+def commit() -> str:
+    """Of the code that runs, if git knows."""
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tests", action="store_true")
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--commit", default="")
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    import cupy
+
+    start = time.perf_counter()
+    properties = cupy.cuda.runtime.getDeviceProperties(0)
+    result: dict[str, Any] = {
+        "gpu": properties["name"].decode(), "driver_cuda": cupy.cuda.runtime.driverGetVersion(),
+        "python": platform.python_version(), "cupy": cupy.__version__, "commit": args.commit or commit(),
+        "synthetic": True, "lines": [],
+    }
+    if args.tests:
+        result["tests"] = run_tests()
+    rates = probe()
+    result["rates"] = rates.as_dict()
+    print(f"{result['gpu']}: HBM read {rates.hbm_read / 1e9:.0f} GB/s, pinned H2D {rates.h2d / 1e9:.1f} GB/s, "
+          f"fp16 GEMM {rates.gemm / 1e12:.0f} TFLOP/s; synthetic {MODEL}", flush=True)
+
+    def report(line: Line) -> None:
+        result["lines"].append(asdict(line) | {"verdict": line.verdict})
+        bar = "" if line.bar is None else f"{'<=' if line.below else '>='} {line.bar:g}"
+        print(f"{line.what:<52} {line.value:8.3f}  {bar:<8} {line.verdict}", flush=True)
+        if args.output:
+            args.output.write_text(json.dumps(result, indent=1) + "\n")
+
+    for part in args.parts.split(","):
+        began = time.perf_counter()
+        PARTS[part](rates, report)
+        result[f"{part}_s"] = round(time.perf_counter() - began, 1)
+    result["total_s"] = round(time.perf_counter() - start, 1)
+    if args.output:
+        args.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

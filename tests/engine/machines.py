@@ -1,0 +1,128 @@
+"""The machines that tests of the whole CUDA engine run on: the CPU stand-in always, a GPU where there is one.
+
+Environment:
+    KVS_TEST_GPU_ONLY    leave the stand-in out, where time on a GPU counts
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvs_core.demo import DEMO_MODEL
+from kvs_core.device.cuda.device import CudaDevice
+from kvs_core.device.cuda.modules import CudaFound, find_cuda
+from kvs_core.device.cuda.runtime import Runtime
+from kvs_core.engine.engine import Engine
+from kvs_core.errors import DeviceError
+from kvs_core.memory.phases import Phase
+from tests.cuda_on_cpu.cpu_runtime import CpuRuntime
+from tests.engine.tiny import text
+from tests.support.tiny_gguf import write_tiny_llama, write_tiny_qwen35
+
+MACHINES = ["cuda"] if os.environ.get("KVS_TEST_GPU_ONLY") else ["cuda_on_cpu", "cuda"]
+
+
+class Watched:
+    """A runtime that counts what it gives, and can be told to give no more.
+
+    allocations  of device memory
+    refuse       part of a purpose ("the arena") for which there is no device memory
+    pinned       whether there is pinned memory
+    """
+
+    def __init__(self, inner: Runtime, on_gpu: bool) -> None:
+        self._inner = inner
+        self._on_gpu = on_gpu
+        self.allocations = 0
+        self.refuse: str | None = None
+        self.pinned = True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def allocate(self, size_bytes: int, purpose: str) -> Any:
+        self.allocations += 1
+        if self.refuse is not None and self.refuse in purpose:
+            size_bytes = self._too_much(purpose)
+        return self._inner.allocate(size_bytes, purpose)
+
+    def allocate_pinned(self, size_bytes: int) -> np.ndarray:
+        return self._inner.allocate_pinned(size_bytes if self.pinned else self._too_much("pinned memory"))
+
+    def _too_much(self, purpose: str) -> int:
+        """Bytes that no GPU has, for its own refusal; the stand-in has none of its own."""
+        if not self._on_gpu:
+            raise DeviceError(f"no {purpose} here; there is no more")
+        return 1 << 50
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Makes CUDA devices. on_gpu: a real one, where larger cases cost nothing."""
+
+    on_gpu: bool
+
+    def runtime(self) -> Watched:
+        """A runtime of its own."""
+        if not self.on_gpu:
+            return Watched(CpuRuntime(), False)
+        from kvs_core.device.cuda.cupy_runtime import CupyRuntime
+
+        return Watched(CupyRuntime(0), True)
+
+    def device(self, runtime: Watched | None = None) -> CudaDevice:
+        """A device, by default on a runtime of its own."""
+        own: Any = runtime or self.runtime()
+        return CudaDevice(own)
+
+    def choose(self, small: Any, large: Any) -> Any:
+        """A case for the stand-in or for a GPU."""
+        return large if self.on_gpu else small
+
+
+def machine_of(name: str) -> Machine:
+    """The machine of that name; skips the test if it is not there."""
+    if name == "cuda":
+        found = find_cuda()
+        if not isinstance(found, CudaFound):
+            pytest.skip(found)
+    return Machine(on_gpu=name == "cuda")
+
+
+def write_models(folder: Path, machine: Machine) -> dict[str, Path]:
+    """Tiny models by arch: two attention layers on the stand-in, as everywhere else on a GPU, and there the demo model
+    too."""
+    llama, qwen35 = folder / "llama.gguf", folder / "qwen35.gguf"
+    if machine.on_gpu:
+        return {
+            "llama": write_tiny_llama(llama, seed=2, weight_type="q8_0"),
+            "qwen35": write_tiny_qwen35(qwen35, seed=1),
+            "demo": DEMO_MODEL,
+        }
+    small: dict[str, Any] = {"embd": 32, "heads": 2, "kv_heads": 1, "head_dim": 64, "ffn": 32}
+    write_tiny_llama(llama, seed=2, n_layer=2, weight_type="q8_0", **small)
+    write_tiny_qwen35(
+        qwen35, seed=1, n_layer=4, interval=2, mtp=False, ssm_state=32, ssm_k_heads=1, ssm_v_heads=2, **small
+    )
+    return {"llama": llama, "qwen35": qwen35}
+
+
+Move = tuple[Phase, int, int]
+"""A step of a script: its phase, its rows, and how many of them are kept."""
+
+
+def play(built: Engine, script: Sequence[Move], *, rows: int = 1) -> list[bytes]:
+    """Run steps of made-up tokens; the logits of the last ``rows`` rows of each, or of as many as it has."""
+    logits = []
+    for number, (phase, width, keep) in enumerate(script):
+        with built.step(text(built.spec.n_vocab, width, number), phase) as step:
+            logits.append(step.logits(max(0, width - rows)).tobytes())
+            step.settle(keep)
+    return logits

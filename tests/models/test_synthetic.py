@@ -1,0 +1,164 @@
+"""Synthetic models have the sizes of the real ones, sane numbers, and are the same in memory and in a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gguf.constants import GGMLQuantizationType
+
+from kvs_core.device.host.device import HostDevice
+from kvs_core.engine.engine import Engine
+from kvs_core.engine.session import Session
+from kvs_core.errors import SettingsError
+from kvs_core.formats.gguf import GgufFile
+from kvs_core.formats.gguf_writer import write_gguf
+from kvs_core.formats.quants import dequantize_rows
+from kvs_core.formats.tokenizer import Tokenizer
+from kvs_core.models.registry import read_spec
+from kvs_core.models.spec import LayerKind
+from kvs_core.models.synthetic import MIXES, synthetic_model
+from kvs_core.settings import ContextSettings, KvSettings, RopeSettings
+from tests.support import llamacpp
+
+Quant = GGMLQuantizationType
+TEXT = "The keys lie in pages, wörtlich 漢 w 1"
+
+# Bytes of all tensors of the 27B, and bits of a weight.
+SIZES = {
+    "iq4_xs": (14.66e9, 4.36), "q4_k": (15.46e9, 4.60), "q4_k_m": (16.53e9, 4.92), "q5_k_m": (19.21e9, 5.71),
+    "q4_0": (15.46e9, 4.60), "q6_k": (22.07e9, 6.56), "q8_0": (28.59e9, 8.50), "f16": (53.8e9, 16.0),
+    "bf16": (53.8e9, 16.0),
+}
+
+
+def logits_of(file: GgufFile, tokens: list[int]) -> np.ndarray:
+    """[T, V], on the host with float32 keys and values."""
+    engine = Engine(
+        file, HostDevice(1), context=ContextSettings(ctx_size=256, ubatch=64), kv=KvSettings("f32", "f32", 32),
+        rope=RopeSettings(),
+    )
+    try:
+        session = Session(engine)
+        rows = [session.prefill(tokens[:-4])[-1], *(session.decode(token) for token in tokens[-4:])]
+    finally:
+        engine.close()
+    return np.stack(rows)
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_the_27b_has_its_sizes(mix: str) -> None:
+    """Parameters, layers and heads are the real ones, in every mix; bytes are what the types make of them."""
+    file = synthetic_model(f"qwen3.5-27b:{mix}")
+    spec = read_spec(file)
+    assert spec.name == f"synthetic qwen3.5-27b {mix}"
+    assert file.synthetic
+    assert (spec.n_params, spec.n_layer, len(spec.kv_layers)) == (26_895_998_464, 64, 16)
+    assert (spec.n_embd, spec.n_ff, spec.n_vocab, spec.n_ctx_train) == (5120, 17408, 248320, 262144)
+    full, gdn = spec.layers[63], spec.layers[62].gdn
+    assert gdn is not None
+    assert (full.kind, full.heads, full.kv_heads, full.k_dim, spec.rope.n_rot) == (LayerKind.FULL, 24, 4, 256, 64)
+    assert (gdn.k_heads, gdn.v_heads, gdn.d_k, gdn.d_v) == (16, 48, 128, 128)
+    size = sum(info.n_bytes for info in file.tensors.values())
+    print(f"{mix}: {size / 1e9:.2f} GB, {8 * size / spec.n_params:.3f} bits per weight")
+    assert size == pytest.approx(SIZES[mix][0], rel=0.005)
+    assert 8 * size / spec.n_params == pytest.approx(SIZES[mix][1], rel=0.005)
+    assert len(file.tensors) == 851
+    assert sum(info.quant is Quant.F32 for info in file.tensors.values()) == 353
+
+
+def test_the_mtp_block_is_an_option() -> None:
+    """866 tensors with it, of which 506 matrices; the block takes embedding and head from the trunk."""
+    spec = read_spec(file := synthetic_model("qwen3.5-27b:q4_k:mtp"))
+    assert (spec.n_params, spec.n_layer, spec.n_nextn) == (27_320_697_856, 64, 1)
+    assert len(file.tensors) == 866
+    assert sum(info.quant is not Quant.F32 for info in file.tensors.values()) == 506
+
+
+def test_q4_k_m_is_that_of_llama_quantize() -> None:
+    """The first and last eighth and every third layer between have more bits for values, qkv and down."""
+    tensors = synthetic_model("qwen3.5-27b:q4_k_m").tensors
+    more = [*range(8), *range(10, 56, 3), *range(56, 64)]
+    for layer in range(64):
+        expected = Quant.Q6_K if layer in more else Quant.Q4_K
+        assert tensors[f"blk.{layer}.ffn_down.weight"].quant is expected
+        assert tensors[f"blk.{layer}.attn_{'v' if layer % 4 == 3 else 'qkv'}.weight"].quant is expected
+        assert tensors[f"blk.{layer}.ffn_up.weight"].quant is Quant.Q4_K
+    assert tensors["output.weight"].quant is Quant.Q6_K
+    assert tensors["token_embd.weight"].quant is Quant.Q4_K
+
+
+@pytest.mark.parametrize("name", ["", "tiny", "tiny:", "tiny:q8", "nosuch:q8_0", "tiny:q8_0:", "tiny:q8_0:mtp:x", "\n"])
+def test_a_wrong_name_lists_what_there_is(name: str) -> None:
+    """One line with all shapes and mixes."""
+    with pytest.raises(SettingsError) as caught:
+        synthetic_model(name)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert "qwen3.5-27b, small, tiny" in message
+    assert ", ".join(MIXES) in message
+
+
+def test_any_text_has_tokens() -> None:
+    """A token per byte, " w" apart; tokens of any id print as text."""
+    file = synthetic_model("tiny:q8_0")
+    tokenizer = Tokenizer.from_metadata(file.metadata, source="synthetic")
+    ids = tokenizer.encode(TEXT)
+    assert tokenizer.decode(ids) == TEXT
+    assert len(ids) == len(TEXT.encode()) - TEXT.count(" w")
+    assert tokenizer.decode([300, 65, 508]) == " w300A w508"
+    assert [tokenizer.token_text(i) for i in (509, 510, 511)] == ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    assert tokenizer.eog_ids == {509, 511}
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_a_file_is_the_model(tmp_path: Path, mix: str) -> None:
+    """Written and read again: the same metadata, the same tensors, the same bytes."""
+    file = synthetic_model(f"tiny:{mix}:mtp")
+    path = tmp_path / "model.gguf"
+    write_gguf(path, file.metadata, file.tensors)
+    read = GgufFile.open(path)
+    assert read.synthetic
+    assert read.metadata.keys() == file.metadata.keys()
+    assert all(np.array_equal(read.metadata[key], value) for key, value in file.metadata.items())
+    assert list(read.tensors) == list(file.tensors)
+    for name, info in file.tensors.items():
+        other = read.tensors[name]
+        assert (other.shape, other.quant, other.n_elements) == (info.shape, info.quant, info.n_elements)
+        np.testing.assert_array_equal(other.data[:], info.data[:])
+        assert np.isfinite(dequantize_rows(info, 0, info.n_elements // info.shape[0])).all()
+
+
+def test_numbers_are_sane_and_llama_cpp_agrees(tmp_path: Path) -> None:
+    """Logits spread by 2, with another favourite at each position, and are those of llama.cpp on the written file."""
+    file = synthetic_model("tiny:f16")
+    tokens = Tokenizer.from_metadata(file.metadata, source="synthetic").encode(TEXT)
+    logits = logits_of(file, tokens)
+    assert np.isfinite(logits).all()
+    np.testing.assert_allclose(logits.std(axis=-1), 2.0, rtol=0.2)
+    assert len(set(logits.argmax(axis=-1).tolist())) > 2
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, file.metadata, file.tensors)
+    np.testing.assert_array_equal(logits_of(GgufFile.open(path), tokens), logits)
+    with llamacpp.Model(path) as model, model.context() as context:
+        assert model.tokenize(TEXT) == tokens
+        theirs = context.decode(tokens)[-len(logits) :]
+    # Two float32 implementations, but llama.cpp rounds activations to float16 in products with float16 weights.
+    np.testing.assert_allclose(logits, theirs, atol=0.05)
+
+
+def test_real_depth_stays_in_range() -> None:
+    """Through the 64 layers' worth of additions that the 27B has, the residual stays a few units: from the gains."""
+    file = synthetic_model("qwen3.5-27b:iq4_xs")
+    rng = np.random.default_rng(0)
+    for name, low, high in (("blk.0.ffn_down", 0.5, 0.7), ("blk.0.ssm_out", 0.2, 0.3), ("output", 1.8, 2.2),
+                            ("blk.3.attn_q", 0.9, 1.1)):
+        info = file.tensors[f"{name}.weight"]
+        rows = dequantize_rows(info, 1000, 256)
+        out = rows @ rng.normal(size=info.shape[0]).astype(np.float32)
+        assert low < out.std() < high, name
+    decay = np.exp(file.tensors["blk.5.ssm_a"].data[:].view(np.float32)
+                   * np.log1p(np.exp(file.tensors["blk.5.ssm_dt.bias"].data[:].view(np.float32))))
+    assert decay.min() > 0.7
+    assert decay.max() < 0.999
