@@ -134,7 +134,8 @@ def prefill(rates: Rates, report: Report) -> None:
     for ubatch in (2048, 512, 256):
         alone, streaming = times[ubatch, False], times[ubatch, True]
         report(Line(f"128 Ki, ubatch {ubatch}: resident / streamed", alone / streaming,
-                    0.95 if ubatch == 2048 else None, detail={"resident_ms": alone, "streamed_ms": streaming, "tokens": tokens - ubatch}))
+                    0.95 if ubatch == 2048 else None,
+                    detail={"resident_ms": alone, "streamed_ms": streaming, "tokens": tokens - ubatch}))
 
 
 PARTS: dict[str, Callable[[Rates, Report], None]] = {"resident": resident, "streamed": streamed, "prefill": prefill}

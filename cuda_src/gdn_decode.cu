@@ -49,7 +49,7 @@ DEVICE void update(float4& s, const float4& k, float g, float d) {
 
 // Loads a thread's part of the state, applies the rows at [position - pending, position), stores it if there were any.
 DEVICE void load_and_apply(float4 (&s)[QUADS], float* state, const Rings& ring, const Place& at, int slots, int k_heads,
-                           int v_heads, int position, int pending) {
+                           int v_heads, int position, int pending, bool store = true) {
   float* const column = state + ((size_t)at.head * DIM + at.column) * DIM;
 #pragma unroll
   for (int j = 0; j < QUADS; j++) s[j] = ldcg4(column + 4 * (at.lane + LANES * j));
@@ -65,7 +65,7 @@ DEVICE void load_and_apply(float4 (&s)[QUADS], float* state, const Rings& ring, 
 #pragma unroll
     for (int j = 0; j < QUADS; j++) update(s[j], row[j], g, d);
   }
-  if (pending > 0)
+  if (store && pending > 0)
 #pragma unroll
     for (int j = 0; j < QUADS; j++) *(float4*)(column + 4 * (at.lane + LANES * j)) = s[j];
 }
@@ -108,7 +108,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) gdn_decode(
   const bool owns_keys = at.head < k_heads && at.slice == 0;    // of the blocks that read a key head, one writes rings
 
   float4 s[QUADS];
-  load_and_apply(s, state, ring, at, slots, k_heads, v_heads, position, step[STEP_PENDING]);
+  load_and_apply(s, state, ring, at, slots, k_heads, v_heads, position, step[STEP_PENDING],
+                 step[STEP_STORE] != 0);
 
   // What the convolution needs besides the new rows.
   int channel[TURNS];

@@ -34,10 +34,10 @@ from kvs_cli.options import Parsed, parse
 from kvs_core.errors import KvsError, SettingsError
 from kvs_core.settings import LoggingSettings
 from kvs_core.settings.setting import Command
-from kvs_core.settings.typed import info_settings, logging_settings, run_settings
+from kvs_core.settings.typed import info_settings, logging_settings, run_settings, serve_settings
 from kvs_core.units import MIB
 
-COMMANDS: tuple[Command, ...] = ("run", "info")
+COMMANDS: tuple[Command, ...] = ("run", "info", "serve")
 
 # Click's class of usage errors. Typer carries its own copy of click since 0.26, so it is reached through typer.
 _UsageError = cast("type[Exception]", typer.BadParameter.__bases__[0])
@@ -87,6 +87,15 @@ def info(ctx: typer.Context) -> None:
     parsed = _begin("info", ctx.args)
     settings = info_settings(parsed.values, parsed.positionals)
     from kvs_cli.commands.info import execute
+
+    raise typer.Exit(execute(settings))
+
+
+@app.command(cls=_RawCommand, help="Serve a model over HTTP. kvs serve --help shows its settings.")
+def serve(ctx: typer.Context) -> None:
+    parsed = _begin("serve", ctx.args)
+    settings = serve_settings(parsed.values, parsed.explicit, parsed.positionals)
+    from kvs_cli.commands.serve import execute
 
     raise typer.Exit(execute(settings))
 

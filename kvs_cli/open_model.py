@@ -15,6 +15,7 @@ from pathlib import Path
 from kvs_cli.render import Screen
 from kvs_core.demo import DEMO_MODEL
 from kvs_core.device.choose import open_device
+from kvs_core.engine.budget import Drafting
 from kvs_core.engine.engine import Engine
 from kvs_core.formats.finite import check_finite
 from kvs_core.formats.gguf import GgufFile, parse_override
@@ -24,6 +25,7 @@ from kvs_core.models.registry import read_spec
 from kvs_core.models.spec import ModelSpec
 from kvs_core.models.synthetic import synthetic_model
 from kvs_core.settings import ContextPlan, EngineSettings, HubModel, ModelSettings, SyntheticModel, UrlModel
+from kvs_core.speculative.drafter import verify_width
 
 LOGGER = logging.getLogger(__name__)
 
@@ -73,11 +75,16 @@ def open_engine(model: OpenModel, settings: EngineSettings, screen: Screen) -> I
     settings.device.check_gpu_layers(model.spec.n_layer)
     device = open_device(settings.device)
     try:
-        with screen.stage("loading weights", "bytes") as progress, screen.stage("compiling", "kernels") as kernels:
+        with screen.stages() as stage:
             engine = Engine(
-                model.file, device, context=settings.context, kv=settings.kv, rope=settings.rope, progress=progress,
-                kernel_progress=kernels,
+                model.file, device, context=settings.context, kv=settings.kv, rope=settings.rope,
+                drafting=Drafting.of(settings.speculative.types),
+                progress=stage("loading weights", "bytes"), kernel_progress=stage("compiling", "kernels"),
             )
+        verify_width(
+            settings.speculative, ubatch_tokens=engine.context.ubatch_tokens,
+            context_tokens=engine.context.context_tokens,
+        )
         engine.warm_up()
     except BaseException:
         device.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from kvs_cli.open_model import OpenModel
 from kvs_core.engine.session import check_prompt
@@ -13,6 +13,9 @@ from kvs_core.errors import ContextError, SettingsError
 from kvs_core.formats.tokenizer import Tokenizer
 from kvs_core.settings import ChatSettings, ContextPlan, PromptSettings
 from kvs_core.units import MIB, ceil_div
+
+if TYPE_CHECKING:
+    from kvs_core.formats.chat import ChatTemplate
 
 LOGGER = logging.getLogger(__name__)
 
@@ -49,16 +52,21 @@ def prompt_tokens(model: OpenModel, text: str, chat: ChatSettings, context: Cont
     return tokens
 
 
-def _in_template(model: OpenModel, text: str, chat: ChatSettings) -> str:
-    """``text`` as a user's message, ready for the model's answer."""
+def read_template(model: OpenModel, chat: ChatSettings) -> ChatTemplate:
+    """The chat template to use: the one that was given, else the model's. SettingsError or TokenizerError."""
     from kvs_core.formats.chat import ChatTemplate  # here, since Jinja is slow to import
 
     override = chat.template
     if chat.template_file is not None:
         override = _read_file(chat.template_file, "--chat-template-file")
-    template = ChatTemplate.from_metadata(
+    return ChatTemplate.from_metadata(
         model.file.metadata, model.tokenizer, override=override, source=str(model.file.path)
     )
+
+
+def _in_template(model: OpenModel, text: str, chat: ChatSettings) -> str:
+    """``text`` as a user's message, ready for the model's answer."""
+    template = read_template(model, chat)
     messages = [{"role": "user", "content": text}]
     if chat.system_prompt is not None:
         messages.insert(0, {"role": "system", "content": chat.system_prompt})

@@ -10,14 +10,14 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, TypeAlias
 
 from rich.console import Console
 
 from kvs_cli.ending import printable, writing
-from kvs_cli.result import RunResult
+from kvs_cli.result import Drafts, RunResult
 from kvs_core.settings import LoggingSettings
 from kvs_core.units import MIB, Progress
 
@@ -75,6 +75,25 @@ class Screen:
             yield draw
 
 
+    @contextmanager
+    def stages(self) -> Iterator[Callable[[str, Unit], Progress]]:
+        """Stages one after the other: the block makes a progress for each; the first call of one ends the one before."""
+        with ExitStack() as shown:
+            def make(title: str, unit: Unit) -> Progress:
+                progress: Progress | None = None
+
+                def note(now: int, all_there_is: int) -> None:
+                    nonlocal progress
+                    if progress is None:
+                        shown.close()
+                        progress = shown.enter_context(self.stage(title, unit))
+                    progress(now, all_there_is)
+
+                return note
+
+            yield make
+
+
 def amount(number: float, unit: Unit) -> str:
     """A number of bytes or tokens for people."""
     if unit == "bytes":
@@ -118,6 +137,19 @@ def print_sections(sections: Mapping[str, Mapping[str, str]]) -> None:
                 console.print(f"  {name:<{width}}  {printable(value)}")
 
 
+def log_drafts(drafts: Drafts) -> None:
+    """What speculation was worth."""
+    by_type = ", ".join(
+        f"{name} {stats.accepted_tokens} of {stats.drafted_tokens}" for name, stats in drafts.by_type.items()
+    )
+    pretended = "; acceptance is synthetic, the text means nothing" if drafts.synthetic else ""
+    share = 100 * drafts.accepted / drafts.drafted if drafts.drafted else 0.0
+    LOGGER.info(
+        "drafts: %d rounds; %d of %d tokens accepted (%.0f%%): %s%s",
+        drafts.rounds, drafts.accepted, drafts.drafted, share, by_type, pretended,
+    )
+
+
 def log_summary(result: RunResult) -> None:
     """How a run ended, how fast it was and what its KV took."""
     seed = f"; seed {result.seed}" if result.seed_is_random else ""
@@ -128,6 +160,8 @@ def log_summary(result: RunResult) -> None:
         "prompt: %d tokens, %.1f tokens/s; text: %d tokens, %.1f tokens/s; first token after %.0f ms",
         times.prompt_n, times.prompt_per_second, times.predicted_n, times.predicted_per_second, times.first_token_ms,
     )
+    if result.drafts is not None:
+        log_drafts(result.drafts)
     kv, stats = result.kv, result.kv.stats
     LOGGER.info(
         "KV: %s, arena %.1f MiB; %d of %d pages resident, %d streamed per step through a ring of %d",

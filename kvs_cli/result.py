@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from kvs_core.engine.engine import KvReport
 from kvs_core.models.spec import ModelSpec
 from kvs_core.sampling.logprobs import TokenProbs
+from kvs_core.speculative.drafter import DraftStats
 
 INTERRUPTED = "interrupted"
 """The stop reason of a text that Ctrl-C ended."""
@@ -57,6 +58,36 @@ def _per_second(count: int, duration_ms: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
+class Drafts:
+    """What speculation did.   by_type: counts of each drafter; synthetic: acceptance was pretended"""
+
+    rounds: int
+    synthetic: bool
+    by_type: Mapping[str, DraftStats]
+
+    @property
+    def drafted(self) -> int:
+        """Tokens that were verified."""
+        return sum(stats.drafted_tokens for stats in self.by_type.values())
+
+    @property
+    def accepted(self) -> int:
+        """Of those, the ones that became text."""
+        return sum(stats.accepted_tokens for stats in self.by_type.values())
+
+    def as_json(self) -> dict[str, Any]:
+        """Part of the object that ``--json`` prints."""
+        types = {
+            name: {"drafts": stats.drafts, "drafted": stats.drafted_tokens, "accepted": stats.accepted_tokens}
+            for name, stats in self.by_type.items()
+        }
+        return {
+            "rounds": self.rounds, "drafted": self.drafted, "accepted": self.accepted,
+            "synthetic_acceptance": self.synthetic, "types": types,
+        }
+
+
+@dataclass(frozen=True, slots=True)
 class RunResult:
     """One run.
 
@@ -77,6 +108,7 @@ class RunResult:
     kv: KvReport
     decode_h2d_bytes: int
     probs: tuple[TokenProbs, ...]
+    drafts: Drafts | None
 
     @property
     def h2d_bytes_per_token(self) -> float:
@@ -121,6 +153,7 @@ class RunResult:
                 "repartitions": stats.repartitions,
                 "history_bytes": stats.history_bytes,
             },
+            "speculation": None if self.drafts is None else self.drafts.as_json(),
             "probs": [
                 {"id": step.id, "logprob": step.logprob, "top": [[top.id, top.logprob] for top in step.top]}
                 for step in self.probs

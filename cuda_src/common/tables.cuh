@@ -5,6 +5,8 @@
 constexpr int STEP_POSITION = 0;   // position of row 0
 constexpr int STEP_ROWS = 1;       // rows of the step
 constexpr int STEP_PENDING = 2;    // rows that recurrent layers have not applied yet
+constexpr int STEP_STORE = 3;      // 1 if recurrent layers store their state, 0 in a draft
+constexpr int STEP_KEPT = 4;       // rows of the last step that were kept
 constexpr int STEP_TOKENS = 8;     // tokens of a decode step
 
 // Plan table of one layer: header | slots | calls | parts | folds. Launchers pass where slots, calls, parts and folds

@@ -16,11 +16,12 @@ from kvs_cli import ending
 from kvs_cli.open_model import OpenModel, open_engine, open_model, plan_context
 from kvs_cli.prompt import prompt_tokens, read_prompt
 from kvs_cli.render import Screen, end_text, log_summary, print_json, write_text
-from kvs_cli.result import INTERRUPTED, RunResult, Timings
+from kvs_cli.result import INTERRUPTED, Drafts, RunResult, Timings
 from kvs_core.engine.completion import Piece, complete
 from kvs_core.engine.engine import Engine
 from kvs_core.engine.round import accept_prompt
 from kvs_core.engine.session import Session
+from kvs_core.engine.speculation import Speculation, make_speculation
 from kvs_core.sampling.chain import Sampler
 from kvs_core.sampling.params import RANDOM_SEED, SamplingParams
 from kvs_core.settings import RunSettings
@@ -70,6 +71,7 @@ def _generate(
     prompt_h2d_bytes = engine.report().h2d_bytes
 
     accept_prompt(sampler, prompt)
+    speculation = make_speculation(engine, settings.engine.speculative, sampler, model.tokenizer.eog_ids)
     pieces: list[Piece] = []
     token_s: list[float] = []
     n_predict = settings.engine.context.n_predict
@@ -77,7 +79,7 @@ def _generate(
     try:
         with closing(complete(
             session, sampler, logits, model.tokenizer, n_predict=n_predict, stops=output.stop, special=output.special,
-            n_probs=output.n_probs if output.json else 0,
+            n_probs=output.n_probs if output.json else 0, speculation=speculation,
         )) as completion:
             for piece in completion:
                 token_s.append(time.perf_counter())
@@ -104,4 +106,12 @@ def _generate(
         kv=report,
         decode_h2d_bytes=report.h2d_bytes - prompt_h2d_bytes,
         probs=tuple(piece.probs for piece in pieces if piece.probs is not None),
+        drafts=_drafts(speculation),
     )
+
+
+def _drafts(speculation: Speculation | None) -> Drafts | None:
+    if speculation is None:
+        return None
+    return Drafts(speculation.rounds, speculation.is_synthetic, speculation.stats)
+

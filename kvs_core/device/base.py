@@ -265,12 +265,16 @@ class StepInputs:
     tokens          int32 [T]
     first_position  of row 0; row t is at first_position + t
     pending         rows before it that recurrent layers have not applied yet
+    store           recurrent layers store their state with the pending rows applied; not in a draft
+    kept            rows of the last step that were kept, for ``Ops.take_kept``
     """
 
     tokens: np.ndarray
     first_position: int
     pending: int
     phase: Phase
+    store: bool = True
+    kept: int = 0
 
 
 class Ops(Protocol):
@@ -309,8 +313,8 @@ class Ops(Protocol):
     def load_plan(self, layer: int, rows: int, plan: LayerPlan) -> Any:
         """Make the pages of an attention layer known; what is returned stands for the plan in the ops below.
 
-        It replaces the layer's plan for decode steps of ``rows`` rows, or for prefill steps if that is 0. Captured work
-        stays valid if ``plan.shape`` has not changed.
+        It replaces the layer's plan for decode steps of ``rows`` rows, for prefill steps (0) or for drafts (-1).
+        Captured work stays valid if ``plan.shape`` has not changed.
         """
         ...
 
@@ -376,13 +380,13 @@ class Ops(Protocol):
 
     def gdn_decode(
         self, y: Buffer, weights: GdnWeights, shape: GdnShape, state: GdnState, out: Buffer, *, position: int,
-        pending: int,
+        pending: int, store: bool = True,
     ) -> None:
         """Gated DeltaNet rows with deferred commit; row 0 is at ``position``.
 
         First applies the rows at positions [position - pending, position), which an earlier step left in the rings, to
-        ``state`` and stores it; then computes its own T rows on a copy, without storing the state, and leaves them in
-        the rings. A device that captures steps reads position and pending from the step's inputs.
+        ``state`` and, if ``store``, stores it; then computes its own T rows on a copy, without storing the state, and
+        leaves them in the rings. A device that captures steps reads these three from the step's inputs.
         y [T, shape.columns] before the convolution; out [T, v_heads * d_v]: normed and gated by silu(z), and what
         ``add_projected`` takes next.   Source: Yang et al., Gated Delta Networks, 2024.
         """
@@ -393,6 +397,14 @@ class Ops(Protocol):
 
         logits [T, V]; results int32 and float32 [T, k], good until the next call. None if k is more than a device can.
         """
+        ...
+
+    def rms_norm(self, x: Buffer, norm: Buffer, out: Buffer, *, eps: float) -> None:
+        """out = rms(x) * norm, in the same form in both phases.   x, out [T, n], out perhaps strided; norm [n]"""
+        ...
+
+    def take_kept(self, rows: Buffer, out: Buffer) -> None:
+        """out[0] = rows[kept], where ``kept`` is the step's input.   rows [n, E]; out [1, E], perhaps rows[0] itself"""
         ...
 
     def clear(self, buffer: Buffer) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvs_core.device.base import StepSizes
@@ -70,8 +70,46 @@ class BudgetDevice:
     page_layout: Callable[[PageGeometry], PageGeometry] = lambda geometry: geometry
 
 
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """What a model drafts with, beside what needs no model.
+
+    nextn     its MTP block
+    resident  the trunk itself, on the pages that are on the device: the first group stays there too
+    """
+
+    nextn: bool = False
+    resident: bool = False
+
+    @classmethod
+    def of(cls, types: Collection[str]) -> Drafting:
+        """What drafters of these types (``--spec-type``) need."""
+        return cls("draft-mtp" in types, "draft-resident" in types)
+
+    def check(self, spec: ModelSpec) -> None:
+        """``CapabilityError`` if the model lacks what this needs."""
+        if self.nextn and not spec.nextn:
+            raise CapabilityError(
+                f"{spec.name} has no MTP block ({spec.arch}.nextn_predict_layers is 0); use a file with one, or "
+                "--spec-type draft-resident or ngram-mod"
+            )
+
+    def kv_layers(self, spec: ModelSpec) -> tuple[LayerSpec, ...]:
+        """The layers with keys and values, the MTP block's last."""
+        return (*spec.kv_layers, *(spec.nextn if self.nextn else ()))
+
+    @property
+    def head_pages(self) -> int:
+        """First pages of a layer that stay resident."""
+        return GROUP_PAGES if self.resident else 0
+
+
+NO_DRAFTING = Drafting()
+
+
 def phase_buffers(
-    spec: ModelSpec, geometry: PageGeometry, context: ContextPlan, device_scratch: DeviceScratch
+    spec: ModelSpec, geometry: PageGeometry, context: ContextPlan, device_scratch: DeviceScratch,
+    nextn: bool = False,
 ) -> dict[Phase, PhaseBuffers]:
     """The workspace of each phase: activations, logits, attention scratch, the device's own."""
     heads = max(layer.heads for layer in spec.kv_layers)
@@ -85,7 +123,7 @@ def phase_buffers(
             phase, rows=rows, heads=heads, v_dim=geometry.v_dim,
             groups=held, segments=ceil_div(groups, SEGMENT_GROUPS),
         )
-        specs: list[BufferSpec] = [*forward_buffers(spec, rows), *logit_buffers(spec, logit_rows)]
+        specs: list[BufferSpec] = [*forward_buffers(spec, rows, nextn=nextn), *logit_buffers(spec, logit_rows)]
         specs += [buffer for _, buffer in scratch]
         specs += device_scratch(phase, step_sizes(spec, rows))
         group_rows = held * rows if phase is Phase.DECODE else 0
@@ -101,13 +139,15 @@ class PoolNeed:
     all_slots: int
 
 
-def pool_need(geometry: PageGeometry, layers: int, context: ContextPlan, mode: ResidencyMode) -> PoolNeed:
+def pool_need(
+    geometry: PageGeometry, layers: int, context: ContextPlan, mode: ResidencyMode, head_pages: int = 0
+) -> PoolNeed:
     """What a context needs of the pool."""
     every = layers * geometry.pages_of(context.context_tokens)
     if mode is ResidencyMode.RESIDENT:
         return PoolNeed(every, every)
     rows = max(context.ubatch_tokens, DECODE_ROWS)
-    least = least_pool_slots(layers, context.context_tokens, geometry.page_tokens, rows)
+    least = least_pool_slots(layers, context.context_tokens, geometry.page_tokens, rows, head_pages)
     return PoolNeed(min(least, every), every)
 
 
@@ -126,19 +166,21 @@ class Budget:
 def plan_budget(
     spec: ModelSpec, context: ContextSettings, kv: KvSettings, *,
     free_bytes: int, arena_bytes: int | None = None, pool_bytes: int | None = None,
-    device: BudgetDevice = BudgetDevice(),
+    device: BudgetDevice = BudgetDevice(), drafting: Drafting = NO_DRAFTING,
 ) -> Budget:
     """The budget of a model, from its sizes alone. ``BudgetError`` or ``CapabilityError`` if it cannot be.
 
     free_bytes               of the device, for an arena that is chosen here and fitted (``kv.fit``)
+    drafting                 what steps will be drafted with
     device                   what its kernels ask for; by default nothing
     arena_bytes, pool_bytes  exact sizes instead of ``kv.arena_mib`` and ``kv.pool_mib``; arenas in multiples of 256
     """
     plan = context.plan(spec.n_ctx_train)
     mode = ResidencyMode.parse(kv.residency_mode)
-    geometry = device.page_layout(page_geometry(spec.kv_layers, kv))
-    need = pool_need(geometry, len(spec.kv_layers), plan, mode)
-    buffers = phase_buffers(spec, geometry, plan, device.scratch)
+    layers = drafting.kv_layers(spec)
+    geometry = device.page_layout(page_geometry(layers, kv))
+    need = pool_need(geometry, len(layers), plan, mode, drafting.head_pages)
+    buffers = phase_buffers(spec, geometry, plan, device.scratch, drafting.nextn)
     memory = plan_memory(
         geometry, need, buffers,
         arena_bytes=arena_bytes if kv.arena_mib is None else kv.arena_mib * MIB,

@@ -22,33 +22,42 @@ class _Recording:
 
 
 class CapturedSteps:
-    """The recordings of one engine, one per width of step. ``recorded`` counts them."""
+    """The recordings of one engine, one per kind and width of step. ``recorded`` counts them."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._recordings: dict[int, _Recording] = {}
+        self._recordings: dict[tuple[str, int], _Recording] = {}
+        self._last: Captured | None = None
         self.recorded = 0
 
-    def launch(self, inputs: StepInputs, kv: KvStep, record: Callable[[], None]) -> None:
-        """Launch the step ``kv``, recording it first if need be.   record enqueues the step's work"""
-        rows = len(inputs.tokens)
-        signature = kv.signature
+    def launch(
+        self, key: tuple[str, int], inputs: StepInputs, kv: KvStep, record: Callable[[], None],
+        layers: range | None = None,
+    ) -> None:
+        """Launch what ``record`` enqueues for the step ``kv``, recording it first if need be.
+
+        key     kind and width: what is launched by turns is kept side by side
+        layers  attention layers of a draft; without, the step itself
+        """
+        signature = kv.signature(layers)
         kv.before_launch()
-        if rows not in self._recordings or self._recordings[rows].signature != signature:
-            self._recordings.pop(rows, None)   # its memory goes before the new one's comes
+        if key not in self._recordings or self._recordings[key].signature != signature:
+            self._recordings.pop(key, None)   # its memory goes before the new one's comes
+            self._last = None
             try:
                 work = self._device.capture(inputs, record)
             finally:
                 kv.after_capture()
-            self._recordings[rows] = _Recording(signature, work)
+            self._recordings[key] = _Recording(signature, work)
             self.recorded += 1
-        self._recordings[rows].work.launch(inputs)
+        self._last = self._recordings[key].work
+        self._last.launch(inputs)
 
-    def elapsed_s(self, rows: int) -> float | None:
-        """Seconds that the last step, of that width, took on the device, if it is done."""
-        known = self._recordings.get(rows)
-        return None if known is None else known.work.elapsed_s()
+    def elapsed_s(self) -> float | None:
+        """Seconds that the last launch took on the device, if it is done."""
+        return None if self._last is None else self._last.elapsed_s()
 
     def forget(self) -> None:
         """Drop all recordings: addresses change."""
         self._recordings.clear()
+        self._last = None

@@ -9,6 +9,7 @@ import numpy as np
 
 from kvs_core.engine.round import generate
 from kvs_core.engine.session import Session
+from kvs_core.engine.speculation import Speculation
 from kvs_core.formats.tokenizer import StopMatcher, Tokenizer, Utf8Stream
 from kvs_core.sampling.chain import Sampler
 from kvs_core.sampling.logprobs import TokenProbs
@@ -38,6 +39,7 @@ def complete(
     stops: Sequence[str] = (),
     special: bool = False,
     n_probs: int = 0,
+    speculation: Speculation | None = None,
 ) -> Generator[Piece, None, None]:
     """Pieces of the text that follows ``logits`` [V], the last prompt token's; see ``generate``.
 
@@ -46,7 +48,8 @@ def complete(
     """
     utf8, matcher = Utf8Stream(), StopMatcher(stops)
     for token in generate(
-        session, sampler, logits, n_predict=n_predict, eog_ids=tokenizer.eog_ids, n_probs=n_probs
+        session, sampler, logits, n_predict=n_predict, eog_ids=tokenizer.eog_ids, n_probs=n_probs,
+        speculation=speculation,
     ):
         matched = matcher.push(utf8.push(tokenizer.token_bytes(token.id, special=special)))
         text = matched.text

@@ -6,6 +6,10 @@
         logits = step.logits()          [n, V] on the host
         step.settle(keep)               commit the first ``keep`` rows of KV and recurrent state
 
+    with engine.open(1 + drafts) as step:
+        step.draft_next(token), step.best(1) ...      drafts, of the MTP block or of the trunk itself
+        step.run(tokens)                              then the rows that count
+
 Leaving the block without ``settle`` drops the step's rows. One sequence at a time.
 """
 
@@ -14,26 +18,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
-
-import numpy as np
 
 from kvs_core.device.base import Device
-from kvs_core.engine.budget import BudgetDevice, plan_budget
+from kvs_core.engine.budget import NO_DRAFTING, BudgetDevice, Drafting, plan_budget
 from kvs_core.engine.captured import CapturedSteps
+from kvs_core.engine.step import Kept, Step, StepParts
 from kvs_core.formats.gguf import GgufFile
 from kvs_core.memory.arena import Arena
 from kvs_core.memory.phases import Phase
-from kvs_core.models.blocks import Batch
 from kvs_core.models.recurrent import RecurrentState
 from kvs_core.models.registry import load_model, read_spec
 from kvs_core.models.spec import ModelSpec
 from kvs_core.paging.residency import ResidencyConfig
-from kvs_core.sampling.candidates import Candidates
-from kvs_core.sampling.logprobs import check_logits
 from kvs_core.settings.rooms import ContextSettings, KvSettings, RopeSettings
 from kvs_core.streaming.handover import Handover
-from kvs_core.streaming.kv_step import KvStep
 from kvs_core.streaming.kv_stream import KvStats, KvStream
 from kvs_core.units import Progress
 
@@ -66,23 +64,27 @@ class Engine:
         rope: RopeSettings,
         progress: Progress | None = None,
         kernel_progress: Progress | None = None,
+        drafting: Drafting = NO_DRAFTING,
         arena_bytes: int | None = None,
         pool_bytes: int | None = None,
     ) -> None:
         """Load the model and reserve all memory. Raises ``KvsError`` of the kind that fits; nothing runs before.
 
+        drafting                 what steps will be drafted with: the MTP block is loaded, or pages are kept, for it
         progress                 hears of the weights, in bytes
         kernel_progress          hears of kernels that are compiled
         arena_bytes, pool_bytes  exact sizes instead of ``kv.arena_mib`` and ``kv.pool_mib``; arenas in multiples of 256
         """
         self._device = device
+        self._drafting = drafting
         spec = read_spec(file)
+        drafting.check(spec)
         plan = partial(
             plan_budget, spec, context, kv, arena_bytes=arena_bytes, pool_bytes=pool_bytes,
-            device=BudgetDevice(device.scratch, device.page_layout),
+            device=BudgetDevice(device.scratch, device.page_layout), drafting=drafting,
         )
         device.capabilities.check(plan(free_bytes=device.free_bytes()).geometry)   # what cannot be, before the weights
-        self._model = load_model(file, device, rope=rope, progress=progress)
+        self._model = load_model(file, device, rope=rope, nextn=drafting.nextn, progress=progress)
         device.prepare_ops(
             plan(free_bytes=device.free_bytes()).geometry, self._model.attention, self._model.recurrent,
             kernel_progress,
@@ -93,11 +95,14 @@ class Engine:
         self._mode = budget.mode
         device.allocate_arena(self.memory.arena_bytes)
         pages = self.geometry.pages_of(self.context.context_tokens)
-        device.reserve_steps(len(spec.kv_layers), pages, self.context.ubatch_tokens)
+        layers = drafting.kv_layers(spec)
+        device.reserve_steps(len(layers), pages, self.context.ubatch_tokens)
         config = ResidencyConfig(
             mode=budget.mode,
-            layers=len(spec.kv_layers),
+            layers=len(layers),
             page_bytes=self.geometry.page_bytes,
+            head_pages=drafting.head_pages,
+            favoured=len(layers) - len(spec.kv_layers),
             ring_slots=kv.ring_slots,
             run_pages=kv.run_pages,
             link_bytes_per_s=device.link_bytes_per_s(),
@@ -105,6 +110,7 @@ class Engine:
         self._kv = KvStream(device, self.geometry, config, self.context.context_tokens)
         self._state = RecurrentState(spec, device)
         self._captured = CapturedSteps(device)
+        self._kept = Kept()
         self._handover = Handover(device, Arena(self.memory.arena_bytes), self.memory, self._kv, budget.buffers)
 
     def warm_up(self) -> None:
@@ -115,7 +121,7 @@ class Engine:
         for _ in range(2):
             with self.step([0], Phase.DECODE) as step:
                 step.logits()
-                self._kv.observe_step(self._captured.elapsed_s(1))
+                step.observe()
         self.enter(Phase.PREFILL)
 
     @property
@@ -162,13 +168,32 @@ class Engine:
         self._kv.truncate(tokens)
         self._state.reset()
         self._state.restore(tokens)
+        self._kept.rows = 0
 
     def step(self, tokens: Sequence[int], phase: Phase) -> Step:
         """Run the rows ``tokens`` behind the committed ones. Enters ``phase`` first."""
         self.enter(phase)
         if phase is Phase.PREFILL:
             self._state.flush()
-        return Step(self, np.asarray(tokens, dtype=np.int32), phase)
+        step = Step(self._parts(), len(tokens), phase)
+        step.run(tokens)
+        return step
+
+    def open(self, rows: int) -> Step:
+        """A decode step of up to ``rows`` rows behind the committed ones, in which nothing has run yet."""
+        self.enter(Phase.DECODE)
+        return Step(self._parts(), rows, Phase.DECODE)
+
+    @property
+    def drafting(self) -> Drafting:
+        """What the engine can draft with."""
+        return self._drafting
+
+    def _parts(self) -> StepParts:
+        return StepParts(
+            self._device, self._model, self._kv, self._state, self._captured, self._handover.layout.workspace,
+            self._kept,
+        )
 
     def report(self) -> KvReport:
         """Counters for summaries."""
@@ -193,101 +218,3 @@ class Engine:
         """Stop copies and give memory back. Idempotent."""
         self._device.close()
         self._kv.close()
-
-
-class Step:
-    """One step, run at birth: its rows are computed and wait for ``settle``."""
-
-    def __init__(self, engine: Engine, tokens: np.ndarray, phase: Phase) -> None:
-        self._engine = engine
-        self._rows = len(tokens)
-        self._kv: KvStep = engine._kv.begin(self._rows, phase)
-        self._settled = False
-        self._has_logits = False   # of all rows, in the workspace
-        try:
-            self._run(Batch(tokens, self._kv.first_position, phase))
-        except BaseException:
-            self._drop()
-            raise
-
-    def _run(self, batch: Batch) -> None:
-        engine, workspace = self._engine, self._engine._handover.layout.workspace
-        model, state = engine._model, engine._state
-        inputs = model.begin(batch, state)
-
-        def forward() -> None:
-            # Weights that are no numbers give logits that are none; whoever samples from those says so.
-            with np.errstate(all="ignore"):
-                model.forward(batch, self._kv, state, workspace)
-
-        def record() -> None:
-            forward()
-            model.logits(range(batch.rows), workspace)
-
-        if batch.phase is Phase.DECODE and engine._device.captures:
-            try:
-                engine._captured.launch(inputs, self._kv, record)
-            except BaseException:
-                state.launched(ran=False)
-                raise
-            state.launched(ran=True)
-            self._has_logits = True
-        else:
-            engine._device.begin_step(inputs)
-            forward()
-
-    def __enter__(self) -> Step:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if not self._settled:
-            self._drop()
-
-    def logits(self, first_row: int | None = None) -> np.ndarray:
-        """Logits float32 [n, V] of rows [first_row, T), on the host; by default of the last row alone."""
-        engine = self._engine
-        first_row = self._rows - 1 if first_row is None else first_row
-        if self._has_logits:
-            return engine._device.download(engine._handover.layout.workspace["logits"][first_row : self._rows])
-        parts = []
-        for row in range(first_row, self._rows, engine.logit_rows):
-            rows = range(row, min(row + engine.logit_rows, self._rows))
-            with np.errstate(all="ignore"):
-                logits = engine._model.logits(rows, engine._handover.layout.workspace)
-            parts.append(engine._device.download(logits))
-        return np.concatenate(parts)
-
-    def best(self, k: int) -> Candidates | None:
-        """The k largest logits of the last row, sorted; None if the device cannot find so many, see ``logits``."""
-        engine = self._engine
-        workspace = engine._handover.layout.workspace
-        if self._has_logits:
-            rows = workspace["logits"][self._rows - 1 : self._rows]
-        else:
-            rows = engine._model.logits(range(self._rows - 1, self._rows), workspace)
-        top = engine._device.ops.top_logits(rows, k)
-        if top is None:
-            return None
-        ids, values = (engine._device.download(part)[0] for part in top)
-        check_logits(values[:1])
-        return Candidates(ids, values, is_sorted=True)
-
-    def settle(self, keep: int | None = None) -> None:
-        """Commit the first ``keep`` rows (default: all), drop the rest."""
-        keep = self._rows if keep is None else keep
-        try:
-            self._engine._state.settle(keep)
-        except BaseException:
-            self._drop()
-            raise
-        self._settled = True
-        if self._has_logits:
-            self._kv.observe(self._engine._captured.elapsed_s(self._rows))
-        self._kv.settle(keep)
-
-    def _drop(self) -> None:
-        self._settled = True
-        self._engine._state.drop()
-        self._kv.__exit__(None, None, None)

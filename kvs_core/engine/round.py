@@ -1,20 +1,25 @@
-"""A round: sample the token that follows, and run it. And the loop over rounds until something ends the text.
+"""A round: run the token sampled last, with what is drafted behind it, and sample what follows. And the loop over them.
 
-The loop yields one ``Token`` per round. Text, stop strings and printing are the caller's: a generator that is closed
+The loop yields one ``Token`` at a time. Text, stop strings and printing are the caller's: a generator that is closed
 leaves the session at the last commit.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 
 import numpy as np
 
 from kvs_core.engine.session import Session
-from kvs_core.sampling.candidates import Candidates
+from kvs_core.engine.speculation import MOST_DRAFTED, Speculation
 from kvs_core.sampling.chain import Sampler
 from kvs_core.sampling.logprobs import TokenProbs, token_probs
+from kvs_core.speculative.drafter import NO_DRAFT, draft_limit
+from kvs_core.speculative.verdict import Verdict
+from kvs_core.speculative.verifier import Row
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,36 +36,82 @@ class Token:
 
 
 def generate(
-    session: Session, sampler: Sampler, logits: np.ndarray, *, n_predict: int, eog_ids: frozenset[int], n_probs: int = 0
+    session: Session, sampler: Sampler, logits: np.ndarray, *, n_predict: int, eog_ids: frozenset[int],
+    n_probs: int = 0, speculation: Speculation | None = None,
 ) -> Iterator[Token]:
     """Tokens that follow ``logits`` [V], those of the last prompt token.
 
-    n_predict  tokens at most, 0: none; -1: until the model or the context ends
+    n_predict    tokens at most, 0: none; -1: until the model or the context ends
+    speculation  drafts, so that a round may give several tokens; at temperature 0 they are the same tokens
     The last token of the text is sampled but not run: nothing follows it. The context ends the text when prompt and
     generated tokens fill it, as in llama-server.
     """
+    if n_predict == 0:
+        return
+    if speculation is not None:
+        speculation.begin(session.tokens)
+    token = sampler.pick(logits).token
+    probs = token_probs(logits, token, n_probs) if n_probs > 0 else None
+    sampler.accept(token)
+    waiting = deque([(token, probs)])
     made = 0
-    enough = None if n_probs > 0 else sampler.enough
-    following: np.ndarray | Candidates = logits
-    while made != n_predict:
-        token = sampler.pick(following).token
-        probs = None
-        if n_probs > 0:
-            assert isinstance(following, np.ndarray)
-            probs = token_probs(following, token, n_probs)
-        sampler.accept(token)
+    while True:
+        token, probs = waiting.popleft()
         made += 1
         stop = None
         if token in eog_ids:
             stop = "eos"
         elif 0 <= n_predict <= made:
             stop = "length"
-        elif session.context_left <= 1:
+        elif session.context_left + len(waiting) <= 1:
             stop = "context"
         yield Token(token, stop, probs)
         if stop is not None:
             return
-        following = session.decode(token, enough=enough)
+        if not waiting:
+            remaining = None if n_predict < 0 else n_predict - made
+            waiting.extend(run_round(session, sampler, token, remaining, n_probs, speculation))
+
+
+def run_round(
+    session: Session, sampler: Sampler, token: int, remaining: int | None, n_probs: int, speculation: Speculation | None
+) -> list[tuple[int, TokenProbs | None]]:
+    """Run ``token``, with a draft behind it if there is one, and sample what follows: at least one token.
+
+    remaining  tokens that may still be generated; None: no limit
+    """
+    enough = None if n_probs > 0 else sampler.enough
+    limit = 0
+    if speculation is not None:
+        limit = min(MOST_DRAFTED, draft_limit(
+            context_tokens=session.engine.context.context_tokens, history_tokens=len(session.tokens) + 1,
+            remaining_tokens=remaining,
+        ))
+    with session.engine.open(1 + max(0, limit)) as step:
+        draft = NO_DRAFT if speculation is None else speculation.propose(token, limit, step)
+        start = perf_counter()
+        step.run([token, *draft.tokens])
+        best = None if enough is None else step.best(enough, 0)
+        rows: Sequence[Row] = list(step.logits(0)) if best is None else best
+        if speculation is None:
+            picked = sampler.pick(rows[0]).token
+            sampler.accept(picked)
+            verdict = Verdict((picked,))
+        else:
+            verdict = speculation.judge(rows, sampler)
+        keep = len(verdict.tokens)   # the token's row and those of accepted drafts
+        step.settle(keep)
+        session.tokens.extend([token, *verdict.tokens[:-1]])
+    if speculation is not None:
+        speculation.accept(verdict, perf_counter() - start)
+    return [(made, _probs(row, made, n_probs)) for row, made in zip(rows, verdict.tokens, strict=False)]
+
+
+def _probs(row: Row, token: int, n_probs: int) -> TokenProbs | None:
+    if n_probs <= 0:
+        return None
+    assert isinstance(row, np.ndarray)
+    return token_probs(row, token, n_probs)
 
 
 def accept_prompt(sampler: Sampler, prompt: Sequence[int]) -> None:

@@ -63,9 +63,8 @@ class Session:
     def decode(self, token: int, *, enough: int | None = None) -> np.ndarray | Candidates:
         """Add one token and return the logits float32 [V] that follow it, or the ``enough`` largest of them."""
         with self.engine.step([token], Phase.DECODE) as step:
-            logits: np.ndarray | Candidates | None = None if enough is None else step.best(enough)
-            if logits is None:
-                logits = step.logits()[0]
+            best = None if enough is None else step.best(enough)
+            logits: np.ndarray | Candidates = step.logits()[0] if best is None else best[0]
             step.settle()
         self.tokens.append(token)
         return logits

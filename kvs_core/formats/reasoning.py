@@ -31,7 +31,7 @@ def reasoning_tags(template: str) -> ReasoningTags:
 
 
 def is_open(prompt: str, tags: ReasoningTags) -> bool:
-    """Whether the text that follows ``prompt`` begins inside a stretch of thought, since the prompt ends with its tag."""
+    """Whether text that follows ``prompt`` begins inside of thoughts: the prompt ends with their tag."""
     return prompt.rstrip().endswith(tags.start)
 
 

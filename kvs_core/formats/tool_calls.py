@@ -22,8 +22,8 @@ CALL_START = "<tool_call>"
 CALL_END = "</tool_call>"
 
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>\s*")
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
-_FUNCTION_END = re.compile(r"</function>\s*")
+_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_FUNCTION_END = re.compile(r"</function>")
 _ALPHABET = string.ascii_letters + string.digits
 
 
@@ -41,9 +41,9 @@ class Text(NamedTuple):
 
 
 class CallStart(NamedTuple):
-    """A call begins; ``index`` counts the calls of an answer from 0."""
+    """A call begins; ``call`` counts the calls of an answer from 0."""
 
-    index: int
+    call: int
     id: str
     name: str
 
@@ -51,7 +51,7 @@ class CallStart(NamedTuple):
 class CallArguments(NamedTuple):
     """The next part of a call's arguments, which join to the JSON text of an object."""
 
-    index: int
+    call: int
     text: str
 
 
@@ -115,7 +115,9 @@ class CallParser:
             return [Text(text)] if text and not (self._strip and text.isspace()) else []
         if self._name is not None:
             self._end_xml(events)
-        elif self._notation is ToolNotation.XML or not self._json_call(text, events):
+        elif self._notation is ToolNotation.XML or not self._json_call(
+            text[: len(text) - held_back(text, (CALL_END,))], events
+        ):
             events.append(Text(CALL_START + text))
         self._inside = False
         return events
@@ -176,6 +178,7 @@ class CallParser:
             self._begin(self._name, events)
             self._held = self._held[found.end() :]
             return True
+        self._held = self._held.lstrip()
         if not self._closed:
             found = _PARAMETER.match(self._held)
             if found is not None:

@@ -17,7 +17,6 @@ import numpy as np
 from kvs_core.device.base import AttentionParams, Buffer, GdnWeights, Ops, Weight
 from kvs_core.device.workspace import BufferSpec, Workspace
 from kvs_core.memory.phases import Phase
-from kvs_core.models.recurrent import RecurrentState
 from kvs_core.models.spec import LayerSpec
 from kvs_core.units import align_up
 
@@ -64,30 +63,48 @@ class KvView(Protocol):
         ...
 
 
+class LayerStates(Protocol):
+    """What a model sees of the states of recurrent layers in one step."""
+
+    def run_layer(self, index: int, y: Buffer, weights: GdnWeights, out: Buffer) -> None:
+        """Mix the step's rows in layer ``index``; see ``Ops.gdn_decode``."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What the parts of one forward pass share. ``state`` is None for models without recurrent layers."""
+    """What the parts of one forward pass share.
+
+    state     None for models without recurrent layers
+    residual  name of the buffer that parts add to
+    """
 
     ops: Ops
     batch: Batch
     kv: KvView
-    state: RecurrentState | None
+    state: LayerStates | None
     ws: Workspace
     eps: float
+    residual: str = "x"
 
     def rows(self, name: str) -> Buffer:
         """This step's rows of a workspace buffer."""
         return self.ws.rows(name, self.batch.rows)
 
+    @property
+    def x(self) -> Buffer:
+        """The residual rows."""
+        return self.rows(self.residual)
+
     def project(self, norm: Buffer, weight: Weight, name: str) -> Buffer:
         """The residual rows through an RMSNorm and a matrix, in the workspace buffer of that name."""
         out = self.rows(name)
-        self.ops.project(self.rows("x"), norm, weight, out, eps=self.eps, phase=self.batch.phase)
+        self.ops.project(self.x, norm, weight, out, eps=self.eps, phase=self.batch.phase)
         return out
 
     def add(self, rows: Buffer, weight: Weight) -> None:
         """x += rows @ weight.T"""
-        self.ops.add_projected(rows, weight, self.rows("x"), phase=self.batch.phase)
+        self.ops.add_projected(rows, weight, self.x, phase=self.batch.phase)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +123,7 @@ class FeedForward:
     def add_to(self, step: Step) -> None:
         """x += down(silu(gate(y)) * up(y))"""
         rows = step.rows("ffn")
-        step.ops.project_swiglu(
-            step.rows("x"), self.norm, self.gate_up, rows, eps=step.eps, phase=step.batch.phase
-        )
+        step.ops.project_swiglu(step.x, self.norm, self.gate_up, rows, eps=step.eps, phase=step.batch.phase)
         step.add(rows, self.down)
 
 

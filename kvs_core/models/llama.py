@@ -14,6 +14,7 @@ from kvs_core.device.base import RopeTable
 from kvs_core.errors import ModelFileError
 from kvs_core.formats.gguf import GgufFile
 from kvs_core.models.model import Layer
+from kvs_core.models.nextn import NextN
 from kvs_core.models.rope import read_rope
 from kvs_core.models.spec import ModelSpec, TensorSpec, read_common
 from kvs_core.models.weights import Loader
@@ -71,6 +72,11 @@ def trunk_tensors(spec: ModelSpec) -> list[TensorSpec]:
 def nextn_tensors(spec: ModelSpec) -> list[TensorSpec]:
     """None: no ``llama`` file has an MTP block."""
     return []
+
+
+def load_nextn(spec: ModelSpec, loader: Loader, rope: RopeTable) -> NextN:
+    """See ``nextn_tensors``: nobody asks."""
+    raise AssertionError("a llama model has no MTP block")
 
 
 def load_layers(spec: ModelSpec, loader: Loader, rope: RopeTable) -> list[Layer]:

@@ -5,18 +5,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvs_core.device.base import AttentionParams, Buffer, Device, GdnShape, StepInputs, StepSizes, Weight
+from kvs_core.device.base import AttentionParams, Buffer, Device, GdnShape, StepSizes, Weight
 from kvs_core.device.workspace import BufferSpec, Workspace
 from kvs_core.memory.phases import Phase
-from kvs_core.models.blocks import ACTIVATION, Attention, Batch, DeltaNet, FeedForward, KvView, Step, attention_columns
-from kvs_core.models.recurrent import RecurrentState
+from kvs_core.models.blocks import (
+    ACTIVATION,
+    Attention,
+    Batch,
+    DeltaNet,
+    FeedForward,
+    KvView,
+    LayerStates,
+    Step,
+    attention_columns,
+)
+from kvs_core.models.nextn import NextN
 from kvs_core.models.spec import ModelSpec
 
 
-def forward_buffers(spec: ModelSpec, rows: int) -> list[BufferSpec]:
-    """The buffers of ``Model.forward`` for steps of up to ``rows`` rows: from the sizes alone, before any weight."""
+def forward_buffers(spec: ModelSpec, rows: int, *, nextn: bool = False) -> list[BufferSpec]:
+    """The buffers of ``Model.forward`` for steps of up to ``rows`` rows: from the sizes alone, before any weight.
+
+    nextn  with the MTP block
+    """
     buffers = [BufferSpec("x", (rows, spec.n_embd), ACTIVATION)]
-    for layer in spec.layers:
+    if nextn:
+        buffers += NextN.buffers(rows, spec.n_embd)
+    for layer in (*spec.layers, *(spec.nextn if nextn else ())):
         buffers += (Attention if layer.gdn is None else DeltaNet).buffers(layer, rows)
     buffers += FeedForward.buffers(rows, spec.n_ff)
     return list(dict.fromkeys(buffers))
@@ -29,14 +44,14 @@ def logit_buffers(spec: ModelSpec, rows: int) -> list[BufferSpec]:
 
 def step_sizes(spec: ModelSpec, rows: int) -> StepSizes:
     """What a device's scratch for steps of up to ``rows`` rows depends on."""
-    attention = [layer for layer in spec.layers if layer.gdn is None]
+    attention = [layer for layer in (*spec.layers, *spec.nextn) if layer.gdn is None]
     gdn = [layer.gdn for layer in spec.layers if layer.gdn is not None]
     inner = [layer.heads * layer.v_dim for layer in attention] + [shape.inner for shape in gdn]
     columns = [attention_columns(layer) for layer in attention] + [shape.columns for shape in gdn]
     return StepSizes(
         rows=rows,
         n_embd=spec.n_embd,
-        widest_in=max(spec.n_embd, spec.n_ff, *inner),
+        widest_in=max((2 if spec.nextn else 1) * spec.n_embd, spec.n_ff, *inner),
         widest_out=max(2 * spec.n_ff, *columns),
         n_vocab=spec.n_vocab,
         heads=max((layer.heads for layer in attention), default=0),
@@ -66,6 +81,7 @@ class Model:
         layers: Sequence[Layer],
         output_norm: Buffer,
         head: Weight,
+        nextn: NextN | None = None,
     ) -> None:
         self.spec = spec
         self._ops = device.ops
@@ -73,40 +89,45 @@ class Model:
         self._layers = tuple(layers)
         self._output_norm = output_norm
         self._head = head
+        self.nextn = nextn
 
     @property
     def attention(self) -> list[AttentionParams]:
-        """Of the attention layers, in order."""
-        return [layer.mixer.params for layer in self._layers if isinstance(layer.mixer, Attention)]
+        """Of the attention layers, in order, the MTP block's included."""
+        mixers = [layer.mixer for layer in self._layers] + ([self.nextn.attention] if self.nextn else [])
+        return [mixer.params for mixer in mixers if isinstance(mixer, Attention)]
 
     @property
     def recurrent(self) -> list[GdnShape]:
         """Of the recurrent layers, in order."""
         return [layer.gdn for layer in self.spec.recurrent_layers if layer.gdn is not None]
 
-    def begin(self, batch: Batch, state: RecurrentState | None) -> StepInputs:
-        """Open a step of ``state``, which the caller settles or drops, and return what the device must know of it.
-
-        ``state`` may be None for a model without recurrent layers.
-        """
-        assert 0 <= batch.tokens.min() <= batch.tokens.max() < self.spec.n_vocab, "a token outside the vocabulary"
-        pending = 0
-        if state is not None:
-            state.begin(batch.phase, batch.rows, batch.first_position)
-            pending = state.pending
-        return StepInputs(batch.tokens, batch.first_position, pending, batch.phase)
-
-    def forward(self, batch: Batch, kv: KvView, state: RecurrentState | None, ws: Workspace) -> None:
+    def forward(
+        self, batch: Batch, kv: KvView, state: LayerStates | None, ws: Workspace, *, draft: bool = False
+    ) -> None:
         """Run a step that has begun and leave its residual rows in the workspace until the next one.
 
         The device has been told the step's inputs. Adds the step's keys and values to ``kv``; the caller settles or
         drops them. ``ws`` holds at least ``forward_buffers(spec, T)``.
+        draft  the trunk drafts for itself: the MTP block does not follow
         """
         step = Step(self._ops, batch, kv, state, ws, self.spec.rms_eps)
-        self._ops.embed(self._embedding, step.rows("x"))
+        nextn = None if draft else self.nextn
+        if nextn is not None:
+            nextn.begin(step)
+        self._ops.embed(self._embedding, step.x)
         for layer in self._layers:
             layer.mixer.add_to(step)
             layer.feed_forward.add_to(step)
+        if nextn is not None:
+            nextn.follow(step, self._output_norm)
+
+    def draft_next(self, batch: Batch, kv: KvView, ws: Workspace) -> Buffer:
+        """One row of the MTP block alone: logits [1, V] of the token behind it."""
+        assert self.nextn is not None
+        out = ws.rows("logits", 1)
+        self.nextn.draft(Step(self._ops, batch, kv, None, ws, self.spec.rms_eps), out)
+        return out
 
     def logits(self, rows: range, ws: Workspace) -> Buffer:
         """[n, V] of some rows of the last ``forward``: always as in decode, so that a row's bits do not depend on

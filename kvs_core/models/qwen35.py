@@ -25,6 +25,7 @@ from kvs_core.errors import CapabilityError, ModelFileError
 from kvs_core.formats.gguf import GgufFile
 from kvs_core.models.blocks import Attention, DeltaNet
 from kvs_core.models.model import Layer
+from kvs_core.models.nextn import TABLE_ROWS, NextN
 from kvs_core.models.rope import RopeSpec, read_rope
 from kvs_core.models.spec import (
     MAX_HEADS,
@@ -211,6 +212,27 @@ def load_layers(spec: ModelSpec, loader: Loader, rope: RopeTable) -> list[Layer]
             mixer = loader.attention(spec, layer, turned, head_norms=True)
         layers.append(Layer(mixer, loader.feed_forward(block, "post_attention_norm")))
     return layers
+
+
+def load_nextn(spec: ModelSpec, loader: Loader, rope: RopeTable) -> NextN:
+    """The MTP block on the device."""
+    layer = spec.nextn[0]
+    block = f"blk.{layer.index}"
+    own = f"{block}.nextn"
+    head = f"{own}.shared_head_head" if loader.has(f"{own}.shared_head_head.weight") else loader.head
+    head_norm = f"{own}.shared_head_norm.weight"
+    table = f"{own}.embed_tokens.weight"
+    return NextN(
+        table=loader.table(table if loader.has(table) else "token_embd.weight"),
+        embed_norm=loader.vector(f"{own}.enorm.weight"),
+        hidden_norm=loader.vector(f"{own}.hnorm.weight"),
+        join=loader.matrix(f"{own}.eh_proj"),
+        attention=loader.attention(spec, layer, loader.rope(rope), head_norms=True),
+        feed_forward=loader.feed_forward(block, "post_attention_norm"),
+        head_norm=loader.vector(head_norm if loader.has(head_norm) else "output_norm.weight"),
+        head=loader.matrix(head),
+        hidden=loader.zeros((TABLE_ROWS, spec.n_embd)),
+    )
 
 
 def _load_delta_net(spec: ModelSpec, layer: LayerSpec, loader: Loader) -> DeltaNet:

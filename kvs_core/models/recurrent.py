@@ -19,14 +19,14 @@ in rings by position: a row that was taken back is overwritten by the next one a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from enum import Enum
 from math import prod
 
 import numpy as np
 
-from kvs_core.device.base import Buffer, Device, GdnShape, GdnState, GdnWeights
+from kvs_core.device.base import Buffer, Device, GdnShape, GdnState, GdnWeights, Ops
 from kvs_core.errors import DeviceError
 from kvs_core.memory.phases import Phase
 from kvs_core.models.spec import ModelSpec
@@ -50,6 +50,29 @@ def state_bytes(spec: ModelSpec, max_rows: int = MAX_ROWS) -> int:
     shapes = [layer.gdn for layer in spec.recurrent_layers if layer.gdn is not None]
     numbers = sum(prod(shape) for gdn in shapes for shape in _shapes(gdn, max_rows).values())
     return numbers * np.dtype(_DTYPE).itemsize
+
+
+class DraftStates:
+    """Recurrent layers in one row of a draft: what is pending, drafted rows before it included, is applied on the fly.
+
+    Drafted rows lie in the rings where the step's own rows will; pending ones before them are left alone.
+    """
+
+    def __init__(
+        self, ops: Ops, shapes: Mapping[int, GdnShape], states: Mapping[int, GdnState], position: int, pending: int
+    ) -> None:
+        self._ops = ops
+        self._shapes = shapes
+        self._states = states
+        self.position = position
+        self.pending = pending
+
+    def run_layer(self, index: int, y: Buffer, weights: GdnWeights, out: Buffer) -> None:
+        """See ``LayerStates``."""
+        self._ops.gdn_decode(
+            y, weights, self._shapes[index], self._states[index], out,
+            position=self.position, pending=self.pending, store=False,
+        )
 
 
 class RecurrentState:
@@ -98,6 +121,11 @@ class RecurrentState:
             self._ops.gdn_prefill(y, weights, shape, state, out, position=position)
         self._waiting.discard(index)
         self._mode = mode
+
+    def draft(self, number: int) -> DraftStates:
+        """The states as row ``number`` of a draft sees them, within a step that has begun: nothing is stored."""
+        assert self._mode is _Mode.STEPPING, f"a draft while {self._mode.value}"
+        return DraftStates(self._ops, self._shapes, self._states, self._position + number, self._pending + number)
 
     def launched(self, ran: bool) -> None:
         """The step in progress was recorded, or launched from a recording: its layers all ``ran``, or none did."""

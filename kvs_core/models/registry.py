@@ -12,6 +12,7 @@ from kvs_core.errors import ModelFileError
 from kvs_core.formats.gguf import GgufFile
 from kvs_core.models import llama, qwen35
 from kvs_core.models.model import Layer, Model
+from kvs_core.models.nextn import NextN
 from kvs_core.models.rope import rope_table
 from kvs_core.models.spec import ModelSpec, TensorSpec
 from kvs_core.models.weights import Loader, check_tensors
@@ -27,10 +28,13 @@ class Arch:
     trunk_tensors: Callable[[ModelSpec], list[TensorSpec]]
     nextn_tensors: Callable[[ModelSpec], list[TensorSpec]]
     load_layers: Callable[[ModelSpec, Loader, RopeTable], list[Layer]]
+    load_nextn: Callable[[ModelSpec, Loader, RopeTable], NextN]
 
 
 ARCHS = {
-    module.ARCH: Arch(module.read_spec, module.trunk_tensors, module.nextn_tensors, module.load_layers)
+    module.ARCH: Arch(
+        module.read_spec, module.trunk_tensors, module.nextn_tensors, module.load_layers, module.load_nextn
+    )
     for module in (llama, qwen35)
 }
 
@@ -47,24 +51,28 @@ def read_spec(file: GgufFile) -> ModelSpec:
 
 
 def load_model(
-    file: GgufFile, device: Device, *, rope: RopeSettings | None = None, progress: Progress | None = None
+    file: GgufFile, device: Device, *, rope: RopeSettings | None = None, nextn: bool = False,
+    progress: Progress | None = None,
 ) -> Model:
-    """Check the file as ``read_spec`` does and put the trunk on ``device``. The MTP block stays in the file.
+    """Check the file as ``read_spec`` does and put the model on ``device``.
 
-    ``rope`` replaces the file's rotary settings; ``progress`` hears of the loading work in bytes.
+    rope      replaces the file's rotary settings
+    nextn     with the MTP block, which the file must have; without, it stays in the file
+    progress  hears of the loading work in bytes
     """
     spec = read_spec(file)
     arch = _arch_of(file)
     loader = Loader(file, device)
     table = rope_table(spec.rope, rope or RopeSettings(), _rope_divisors(file, device))
-    loader.prepare(arch.trunk_tensors(spec), progress)
+    loader.prepare([*arch.trunk_tensors(spec), *(arch.nextn_tensors(spec) if nextn else ())], progress)
     return Model(
         spec,
         device,
         embedding=loader.table("token_embd.weight"),
         layers=arch.load_layers(spec, loader, table),
         output_norm=loader.vector("output_norm.weight"),
-        head=loader.matrix("output" if loader.has("output.weight") else "token_embd"),
+        head=loader.matrix(loader.head),
+        nextn=arch.load_nextn(spec, loader, table) if nextn else None,
     )
 
 

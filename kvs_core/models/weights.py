@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 from kvs_core.device.base import AttentionParams, Buffer, Device, RopeTable, Weight
 from kvs_core.errors import ModelFileError
 from kvs_core.formats.gguf import GgufFile, TensorInfo
@@ -89,6 +91,15 @@ class Loader:
             [self._info(f"{stem}.weight") for stem in stems],
             [self._info(f"{stem}.bias") if self.has(f"{stem}.bias") else None for stem in stems],
         )
+
+    @property
+    def head(self) -> str:
+        """Stem of the output head: its own matrix, or the token table."""
+        return "output" if self.has("output.weight") else "token_embd"
+
+    def zeros(self, shape: tuple[int, ...]) -> Buffer:
+        """float32 memory beside the arena."""
+        return self._device.allocate(shape, np.float32)
 
     def rope(self, table: RopeTable) -> Any:
         """A rotary embedding for ``attention``."""

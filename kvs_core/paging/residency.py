@@ -46,6 +46,8 @@ class ResidencyConfig:
     ring_slots        a fixed ring, or 0: from link rate and gap, refined by feedback
     run_pages         pages moved by one copy at most, or 0: what makes a 26 MiB copy
     link_bytes_per_s  rate of large copies to the device
+    head_pages        the first pages of a layer, whole groups, that stay resident: drafts attend to them
+    favoured          of the layers, the last ones, that give pages up after all others: drafts read them many times
     """
 
     mode: ResidencyMode
@@ -54,6 +56,16 @@ class ResidencyConfig:
     ring_slots: int = 0
     run_pages: int = 0
     link_bytes_per_s: float = 0.0
+    head_pages: int = 0
+    favoured: int = 0
+
+    def __post_init__(self) -> None:
+        assert self.head_pages % GROUP_PAGES == 0, self.head_pages
+        assert 0 <= self.favoured <= self.layers, self.favoured
+
+    def streamed(self, cut: int) -> range:
+        """The pages that a layer with this cut streams."""
+        return range(min(self.head_pages, cut), cut)
 
     @property
     def copy_pages(self) -> int:
@@ -96,15 +108,17 @@ class Observation:
     starved: bool = False
 
 
-def least_pool_slots(layers: int, context_tokens: int, page_tokens: int, step_rows: int) -> int:
+def least_pool_slots(
+    layers: int, context_tokens: int, page_tokens: int, step_rows: int, head_pages: int = 0
+) -> int:
     """Slots with which any context up to ``context_tokens`` runs in steps of up to ``step_rows`` rows.
 
-    Per layer, the groups a step can touch must be resident; older groups pass through a ring of at least one slot.
-    With one slot fewer some step fails.
+    Per layer, the head and the groups a step can touch must be resident; older groups pass through a ring of at least
+    one slot. With one slot fewer some step fails.
     """
     pages = ceil_div(context_tokens, page_tokens)
     touched = ceil_div(step_rows - 1, page_tokens) + 1
-    most = touched + GROUP_PAGES - 1   # the first page written may be the last of its group
+    most = head_pages + touched + GROUP_PAGES - 1   # the first page written may be the last of its group
     if most >= pages:
         return layers * pages
     older = pages >= most + GROUP_PAGES   # such a step can have an older group behind it
@@ -115,20 +129,22 @@ def residency_step(config: ResidencyConfig, state: ResidencyState, seen: Observa
     """The cuts and the ring for the step about to run. ``BudgetError`` if the pool cannot hold it at all."""
     layers, pages = config.layers, seen.pages
     limit = seen.writable_page // GROUP_PAGES * GROUP_PAGES
-    cuts = [min(cut, limit) for cut in state.cuts]
-    most_ring = seen.pool_slots - layers * (pages - limit)
+    # A cut within the head would stream nothing: then there is none.
+    cuts = [min(cut, limit) if min(cut, limit) > config.head_pages else 0 for cut in state.cuts]
+    least = pages - len(config.streamed(limit))
+    most_ring = seen.pool_slots - layers * least
     next_state = _feedback(config, state, seen, min(most_ring, seen.pool_slots // _MOST_RING_SHARE))
     if layers * pages <= seen.pool_slots:
         return replace(next_state, cuts=(0,) * layers, ring_slots=0)
     if config.mode is ResidencyMode.RESIDENT:
         raise _too_small(config, seen, layers * pages)
     if most_ring < 1:
-        raise _too_small(config, seen, min(layers * pages, layers * (pages - limit) + 1))
+        raise _too_small(config, seen, min(layers * pages, layers * least + 1))
 
     # Some page is streamed, so more pages are streamed than the ring has slots: it can use them all.
     ring = min(_wanted_ring(config, state, next_state.ring_bonus, seen), most_ring)
-    cuts = _fit(cuts, pages, limit, seen.pool_slots - ring)
-    cuts = _promote(cuts, pages, seen.pool_slots - ring)
+    cuts = _fit(config, cuts, pages, limit, seen.pool_slots - ring)
+    cuts = _promote(config, cuts, pages, seen.pool_slots - ring)
     since = 0 if ring != state.ring_slots else next_state.steps_since_change
     return replace(next_state, cuts=tuple(cuts), ring_slots=ring, steps_since_change=since)
 
@@ -161,28 +177,42 @@ def _feedback(config: ResidencyConfig, state: ResidencyState, seen: Observation,
     return replace(state, ring_bonus=bonus, steps_since_change=since, calm_steps=calm)
 
 
-def _fit(cuts: Sequence[int], pages: int, limit: int, capacity: int) -> list[int]:
-    """Raise cuts, a group at a time where most is resident, until the resident pages fit."""
+def _fit(config: ResidencyConfig, cuts: Sequence[int], pages: int, limit: int, capacity: int) -> list[int]:
+    """Raise cuts, a group at a time where most is resident, until the resident pages fit. Favoured layers come last."""
     cuts = list(cuts)
-    over = sum(pages - cut for cut in cuts) - capacity
+    over = sum(pages - len(config.streamed(cut)) for cut in cuts) - capacity
     while over > 0:
-        layer = min((layer for layer, cut in enumerate(cuts) if cut < limit), key=lambda layer: (cuts[layer], layer))
-        cuts[layer] += GROUP_PAGES
+        layer = min(
+            (layer for layer, cut in enumerate(cuts) if max(cut, config.head_pages) < limit),
+            key=lambda layer: (_is_favoured(config, layer), cuts[layer], layer),
+        )
+        cuts[layer] = max(cuts[layer], config.head_pages) + GROUP_PAGES
         over -= GROUP_PAGES
     return cuts
 
 
-def _promote(cuts: Sequence[int], pages: int, capacity: int) -> list[int]:
-    """Lower cuts while a group and the next page of every layer would still fit: a pool that grew is used at once."""
+def _promote(config: ResidencyConfig, cuts: Sequence[int], pages: int, capacity: int) -> list[int]:
+    """Lower cuts while a group and the next page of every layer would still fit: a pool that grew is used at once.
+
+    Favoured layers come first.
+    """
     cuts = list(cuts)
-    spare = capacity - sum(pages - cut for cut in cuts)
+    spare = capacity - sum(pages - len(config.streamed(cut)) for cut in cuts)
     while spare >= GROUP_PAGES + len(cuts):
-        layer = max(range(len(cuts)), key=lambda layer: (cuts[layer], layer))
+        layer = max(
+            range(len(cuts)), key=lambda layer: (cuts[layer] > 0, _is_favoured(config, layer), cuts[layer], layer)
+        )
         if cuts[layer] == 0:
             break
         cuts[layer] -= GROUP_PAGES
+        if cuts[layer] == config.head_pages:
+            cuts[layer] = 0
         spare -= GROUP_PAGES
     return cuts
+
+
+def _is_favoured(config: ResidencyConfig, layer: int) -> bool:
+    return layer >= config.layers - config.favoured
 
 
 def _too_small(config: ResidencyConfig, seen: Observation, needed_slots: int) -> BudgetError:

@@ -11,12 +11,13 @@ of its own and the partials fold in an order that logical positions alone decide
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from kvs_core.paging.geometry import GROUP_PAGES, SEGMENT_GROUPS, group_of
 from kvs_core.paging.schedule import Run
-from kvs_core.units import ceil_div
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,7 @@ class LayerPlan:
 
     slots       the slot of every page while its chunk is read, and of every page that the step writes
     chunks      in page order
+    partial     the chunks leave pages out: those of a draft, which attends only to what is on the device
     calls       of a decode step; the last one's folds, and all folds if every group has a scratch row of its own, are
     last_folds  done when the attention is finished
     Refuses, at birth, gaps, overlaps, short cover, and two pages in one slot at one time.
@@ -99,6 +101,7 @@ class LayerPlan:
     chunks: tuple[Chunk, ...]
     calls: tuple[AttendCall, ...] = ()
     last_folds: tuple[Fold, ...] = ()
+    partial: bool = False
 
     def __post_init__(self) -> None:
         expected = 0
@@ -106,7 +109,8 @@ class LayerPlan:
         streamed: set[int] = set()
         for chunk in self.chunks:
             assert len(chunk.pages) > 0, "an empty chunk"
-            assert chunk.pages.start == expected, f"page {chunk.pages.start} where {expected} must follow"
+            gap = self.partial and chunk.pages.start > expected
+            assert gap or chunk.pages.start == expected, f"page {chunk.pages.start} where {expected} must follow"
             expected = chunk.pages.stop
             slots = self.slots[chunk.pages.start : chunk.pages.stop]
             assert len(set(slots)) == len(chunk.pages), f"pages {chunk.pages} of a chunk in slots {slots}"
@@ -128,7 +132,7 @@ class LayerPlan:
     @property
     def segments(self) -> int:
         """Segments that the groups fold into."""
-        return segments_of(self.pages)
+        return len({page // (GROUP_PAGES * SEGMENT_GROUPS) for chunk in self.chunks for page in _ends(chunk.pages)})
 
     @property
     def shape(self) -> tuple[tuple[Run | None, bool], ...]:
@@ -136,27 +140,25 @@ class LayerPlan:
         return tuple((call.run, bool(call.folds)) for call in self.calls)
 
 
-def segments_of(pages: int) -> int:
-    """Segments that the groups of so many pages fold into."""
-    return ceil_div(pages, GROUP_PAGES * SEGMENT_GROUPS)
-
-
 LEAST_SCRATCH_GROUPS = 2 * SEGMENT_GROUPS
 """Group partials that decode attention must have room for: those that wait for their segment's older groups, and one
 call's."""
 
 
-def plan_layer(slots: Sequence[int], chunks: Sequence[Chunk], *, scratch_groups: int) -> LayerPlan:
+def plan_layer(
+    slots: Sequence[int], chunks: Sequence[Chunk], *, scratch_groups: int, partial: bool = False
+) -> LayerPlan:
     """The plan of a decode step: resident chunks first, then runs, in calls whose groups find room in the scratch.
 
     scratch_groups  group partials that the scratch holds; the more, the fewer the calls. It changes no bit
+    partial         see ``LayerPlan``; slots of pages that are left out mean nothing
     """
-    pages = len(slots)
-    roomy = ceil_div(pages, GROUP_PAGES) <= scratch_groups
+    sizes = Counter(group_of(page) for chunk in chunks for page in chunk.pages)
+    roomy = len(sizes) <= scratch_groups
     assert roomy or scratch_groups >= LEAST_SCRATCH_GROUPS
     # A tile is whole segments, so that at most the first of its groups wait for older ones of their segment.
     tile_pages = (scratch_groups // SEGMENT_GROUPS - 1) * SEGMENT_GROUPS * GROUP_PAGES
-    book = _FoldBook(pages, scratch_groups)
+    book = _FoldBook(sizes, scratch_groups)
     calls: list[AttendCall] = []
     order = sorted(chunks, key=lambda chunk: chunk.run is not None)   # stable: page order within each kind
     for chunk in order:
@@ -170,7 +172,13 @@ def plan_layer(slots: Sequence[int], chunks: Sequence[Chunk], *, scratch_groups:
         last_folds = calls[-1].folds
         calls[-1] = replace(calls[-1], folds=())
     assert book.finished, "a group never became complete"
-    return LayerPlan(tuple(slots), tuple(chunks), tuple(calls), last_folds)
+    return LayerPlan(tuple(slots), tuple(chunks), tuple(calls), last_folds, partial)
+
+
+def _ends(pages: range) -> Iterator[int]:
+    """A page of every segment that these lie in."""
+    yield from range(pages.start, pages.stop, GROUP_PAGES * SEGMENT_GROUPS)
+    yield pages.stop - 1
 
 
 def _cut(pages: range, size: int) -> Iterator[range]:
@@ -185,22 +193,26 @@ def _cut(pages: range, size: int) -> Iterator[range]:
 class _FoldBook:
     """Which group partials exist, and which of them may fold: each after its predecessor in the segment."""
 
-    def __init__(self, pages: int, scratch_groups: int) -> None:
-        self._pages = pages
-        self._groups = ceil_div(pages, GROUP_PAGES)
+    def __init__(self, sizes: Mapping[int, int], scratch_groups: int) -> None:
+        """``sizes``: the pages of each group, in any order."""
+        self._sizes = sizes
         self._rows: dict[int, int] = {}
         self._seen: dict[int, int] = {}
         self._free = list(range(scratch_groups - 1, -1, -1))
-        self._next = [segment * SEGMENT_GROUPS for segment in range(ceil_div(self._groups, SEGMENT_GROUPS))]
+        # Segments are numbered as they occur; what is still to be folded of each, the next one last.
+        by_segment = groupby(sorted(sizes), key=lambda group: group // SEGMENT_GROUPS)
+        self._waiting = [list(reversed(list(groups))) for _, groups in by_segment]
+        self._folded = [0] * len(self._waiting)
 
     @property
     def finished(self) -> bool:
-        return not self._rows and sum(self._seen.values()) == self._pages
+        return not self._rows and self._seen == self._sizes
 
     def add(self, pages: range) -> GroupPart:
         group = group_of(pages.start)
         fresh = group not in self._seen
-        assert pages.start == group * GROUP_PAGES + self._seen.get(group, 0), "a group's pages come in page order"
+        assert fresh or pages.start == group * GROUP_PAGES + self._seen[group], "a group's pages come in page order"
+        assert not fresh or pages.start == group * GROUP_PAGES, "a group's pages come in page order"
         if fresh:
             self._rows[group] = self._free.pop()
         self._seen[group] = self._seen.get(group, 0) + len(pages)
@@ -208,15 +220,9 @@ class _FoldBook:
 
     def folds(self) -> Iterator[Fold]:
         """Segments in order; within one, groups in order."""
-        for segment, group in enumerate(self._next):
-            end = min((segment + 1) * SEGMENT_GROUPS, self._groups)
-            while group < end and self._complete(group):
-                row = self._rows.pop(group)
+        for segment, waiting in enumerate(self._waiting):
+            while waiting and self._seen.get(waiting[-1]) == self._sizes[waiting[-1]]:
+                row = self._rows.pop(waiting.pop())
                 self._free.append(row)
-                yield Fold(row, segment, fresh=group % SEGMENT_GROUPS == 0)
-                group += 1
-            self._next[segment] = group
-
-    def _complete(self, group: int) -> bool:
-        size = min(GROUP_PAGES, self._pages - group * GROUP_PAGES)
-        return self._seen.get(group, 0) == size
+                yield Fold(row, segment, fresh=self._folded[segment] == 0)
+                self._folded[segment] += 1

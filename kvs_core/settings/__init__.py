@@ -4,7 +4,8 @@
     general, model, context, kv, device, sampling, template, speculative, logging, server, foreign
                             the rows, by theme; foreign: what kvs does not do
     table.py                all rows, and look-up by key, flag and YAML key
-    rooms.py · drafters.py  what the rooms receive (exported here); typed.py builds it and checks rules between settings
+    rooms.py · drafters.py · serving.py
+                            what the rooms receive (exported here); typed.py builds it and checks rules between settings
 
 Reading the command line, variables and files is not here: ``kvs_cli/options.py`` does it.
 """
@@ -33,9 +34,11 @@ from kvs_core.settings.rooms import (
     SyntheticModel,
     UrlModel,
 )
+from kvs_core.settings.serving import AccessSettings, ListenSettings, ReplySettings, ServeSettings
 
 __all__ = [
     "KV_TYPES",
+    "AccessSettings",
     "ChatSettings",
     "ContextPlan",
     "ContextSettings",
@@ -44,14 +47,17 @@ __all__ = [
     "HubModel",
     "InfoSettings",
     "KvSettings",
+    "ListenSettings",
     "LoggingSettings",
     "ModelSettings",
     "OutputSettings",
     "PromptSettings",
+    "ReplySettings",
     "ResidencyMode",
     "RopeScaling",
     "RopeSettings",
     "RunSettings",
+    "ServeSettings",
     "SpeculativeSettings",
     "SyntheticModel",
     "UrlModel",

@@ -6,7 +6,7 @@ llama-server, where ``--spec-draft-n-max 64`` beside ``--spec-type ngram-simple`
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -109,7 +109,7 @@ class SpeculativeSettings:
     ngram_map_k: NgramMapSettings = NgramMapSettings()
     ngram_map_k4v: NgramMapSettings = NgramMapSettings()
     ngram_mod: NgramModSettings = NgramModSettings()
-    ngram_cache: NgramCacheSettings = field(default_factory=NgramCacheSettings)
+    ngram_cache: NgramCacheSettings = NgramCacheSettings()
     draft: ModelDraftSettings = ModelDraftSettings()
     adaptive: bool = True
     synth_len: float | None = None

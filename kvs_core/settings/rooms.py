@@ -246,7 +246,7 @@ class EngineSettings:
     kv: KvSettings = KvSettings()
     rope: RopeSettings = RopeSettings()
     device: DeviceSettings = DeviceSettings()
-    speculative: SpeculativeSettings = SpeculativeSettings()
+    speculative: SpeculativeSettings = field(default_factory=SpeculativeSettings)
 
 
 @dataclass(frozen=True, slots=True)

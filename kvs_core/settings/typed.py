@@ -36,6 +36,7 @@ from kvs_core.settings.rooms import (
     SyntheticModel,
     UrlModel,
 )
+from kvs_core.settings.serving import AccessSettings, ListenSettings, ReplySettings, ServeSettings
 from kvs_core.settings.table import TABLE
 
 Values = Mapping[str, Any]
@@ -44,14 +45,14 @@ Values = Mapping[str, Any]
 
 def run_settings(values: Values, explicit: Collection[str], positionals: Sequence[str]) -> RunSettings:
     """Settings of ``kvs run``; ``positionals`` is the prompt file or ``-``. Raises SettingsError."""
-    escape = values["escape"]
-    stop = tuple(expand_escapes(text, "--reverse-prompt") if escape else text for text in values["reverse_prompt"])
     return RunSettings(
         engine=engine_settings(values),
         prompt=_prompt(values, positionals),
         sampling=_sampling(values, explicit),
         chat=_chat(values),
-        output=OutputSettings(json=values["json"], n_probs=values["n_probs"], special=values["special"], stop=stop),
+        output=OutputSettings(
+            json=values["json"], n_probs=values["n_probs"], special=values["special"], stop=_stops(values)
+        ),
         logging=logging_settings(values),
     )
 
@@ -63,6 +64,41 @@ def info_settings(values: Values, positionals: Sequence[str]) -> InfoSettings:
     if positionals:
         values = {**values, "model": _path(positionals[0], "MODEL")}
     return InfoSettings(engine=engine_settings(values), json=values["json"], logging=logging_settings(values))
+
+
+def serve_settings(values: Values, explicit: Collection[str], positionals: Sequence[str]) -> ServeSettings:
+    """Settings of ``kvs serve``, which takes no ``positionals``. Raises SettingsError."""
+    if positionals:
+        raise SettingsError(f"{positionals[0]}: kvs serve takes flags alone; give the model with --model")
+    threads = values["threads_http"]
+    return ServeSettings(
+        engine=engine_settings(values),
+        sampling=_sampling(values, explicit),
+        chat=_chat(values),
+        listen=ListenSettings(
+            hosts=values["host"], port=values["port"], ssl_key=values["ssl_key_file"], ssl_cert=values["ssl_cert_file"],
+            prefix=values["api_prefix"], timeout_s=values["timeout"], ping_s=values["sse_ping_interval"],
+            threads=threads if threads > 0 else None,
+        ),
+        access=AccessSettings(
+            keys=values["api_key"], key_file=values["api_key_file"], cors_origins=values["cors_origins"],
+            cors_methods=values["cors_methods"], cors_headers=values["cors_headers"],
+            cors_credentials=values["cors_credentials"],
+        ),
+        replies=ReplySettings(
+            stop=_stops(values), special=values["special"], reasoning_format=values["reasoning_format"],
+            thought_limit=values["reasoning_budget"], thought_message=values["reasoning_budget_message"] or "",
+            preserve_thoughts=values["reasoning_preserve"], parse=not values["skip_chat_parsing"],
+            continue_assistant=values["prefill_assistant"], verbose=values["verbose"],
+        ),
+        logging=logging_settings(values),
+        aliases=values["alias"],
+        tags=values["tags"],
+        metrics=values["metrics"],
+        props=values["props"],
+        slots=values["slots"],
+        cache_prompt=values["cache_prompt"],
+    )
 
 
 def engine_settings(values: Values) -> EngineSettings:
@@ -175,6 +211,11 @@ def _prompt(values: Values, positionals: Sequence[str]) -> PromptSettings:
         return PromptSettings(text=expand_escapes(text, "--prompt") if values["escape"] else text)
     path = _path(positionals[0], "PROMPT_FILE") if positionals else values["file"]
     return PromptSettings(file=None if path == Path("-") else path)
+
+
+def _stops(values: Values) -> tuple[str, ...]:
+    escape = values["escape"]
+    return tuple(expand_escapes(text, "--reverse-prompt") if escape else text for text in values["reverse_prompt"])
 
 
 def _path(text: str, name: str) -> Path:

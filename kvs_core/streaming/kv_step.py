@@ -27,6 +27,10 @@ class StepOwner(Protocol):
 
     def signature(self, rows: int) -> Hashable: ...
 
+    def draft_plan(self, layer: int) -> LoadedPlan: ...
+
+    def draft_signature(self, layers: range) -> Hashable: ...
+
     def settle(self, keep: int) -> None: ...
 
     def abandon(self) -> None: ...
@@ -37,14 +41,19 @@ class StepOwner(Protocol):
 
 
 class KvStep:
-    """One open step. ``layer(i)`` lends the KV of attention layer i; layers are used in order, each once."""
+    """One open step of ``reserved`` rows. ``layer(i)`` lends the KV of attention layer i.
+
+    begin ─> drafting: any number of single rows, each behind the last, in any layers
+          ─> running: rows 0 .. T - 1 in every layer, in order, each once; they replace what was drafted
+    """
 
     def __init__(
         self, kv: StepOwner, device: Device, first_position: int, rows: int, phase: Phase, pool: Buffer,
         scratch: AttentionScratch,
     ) -> None:
         self.first_position = first_position
-        self.rows = rows
+        self.reserved = self.rows = rows
+        self._drafting = False
         self.phase = phase
         self.pool = pool
         self.scratch = scratch
@@ -64,6 +73,17 @@ class KvStep:
             self._close()
             self._kv.abandon()
 
+    def draft(self) -> None:
+        """What follows is one row of a draft: it attends to what is resident."""
+        self.rows = 1
+        self._drafting = True
+
+    def run(self, rows: int) -> None:
+        """What follows is the step itself, of that many of the reserved rows."""
+        assert 0 < rows <= self.reserved, f"{rows} of {self.reserved} rows"
+        self.rows = rows
+        self._drafting = False
+
     def layer(self, layer: int) -> LayerKv:
         """The KV of one attention layer, for this step."""
         assert self._open, "the step is over"
@@ -81,15 +101,14 @@ class KvStep:
     def plan(self, layer: int) -> LoadedPlan:
         """What attention of a layer reads, in pages that the compute stream has been told to wait for."""
         self._kv.wait_layer(layer)
-        return self._kv.plan(layer, self.rows, self.phase)
+        return self._kv.draft_plan(layer) if self._drafting else self._kv.plan(layer, self.rows, self.phase)
 
-    @property
-    def signature(self) -> Hashable:
+    def signature(self, layers: range | None = None) -> Hashable:
         """What captured work for this step depends on beside its width: equal signatures move and read the same bytes.
 
-        Makes every layer's plan known to the device.
+        layers  those that a draft runs; without, the step itself. Makes their plans known to the device.
         """
-        return self._kv.signature(self.rows)
+        return self._kv.signature(self.rows) if layers is None else self._kv.draft_signature(layers)
 
     def before_launch(self) -> None:
         """Let the compute stream wait for all that a captured step relies on."""
@@ -100,6 +119,9 @@ class KvStep:
     def after_capture(self) -> None:
         """The step has been captured instead of run, or its capture has failed."""
         self._kv.streamer.forget_fences()
+        # The host's clock says nothing of it.
+        self._longest_gap_s = 0.0
+        self._last_attention_s = None
 
     def observe(self, step_s: float | None) -> None:
         """The step, captured, took that long on the device; None: not known in time."""

@@ -29,6 +29,8 @@ from kvs_core.streaming.layer_kv import AttentionScratch, LoadedPlan
 from kvs_core.streaming.publisher import Publisher
 from kvs_core.streaming.streamer import Streamer
 
+DRAFT = -1          # instead of the rows of a decode step: one row that attends to what is resident
+
 _SLOW = 1.05        # times what link and kernels need: a captured step that takes longer kept the link waiting
 _SLOW_STEPS = 4     # of them in a row, so that one that was disturbed changes nothing
 
@@ -67,7 +69,8 @@ class KvStream:
         self._pool: Buffer | None = None
         self._scratch = AttentionScratch()
         self._plans: dict[tuple[int, int], LoadedPlan] = {}   # by layer and rows of a decode step, 0 for prefill
-        self._signatures: dict[int, Hashable] = {}           # of decode steps, by rows
+        self._signatures: dict[Hashable, Hashable] = {}      # of decode steps, by rows, and of drafts, by layers
+        self._bound = 0                                      # changes with the layout
         self._generation = 0                                 # changes when captured work would move other bytes
         self._step: KvStep | None = None
         self._repartitions = 0
@@ -83,6 +86,7 @@ class KvStream:
         self._pool = pool
         self._scratch = scratch
         self._forget_plans()
+        self._bound += 1
         self._generation += 1
         self._table.resize(ring_slots=self._table.ring_slots, pool_slots=pool.shape[0])
 
@@ -223,19 +227,42 @@ class KvStream:
             known = self._signatures[rows] = (self._generation, tuple(plan.shape for plan in plans))
         return known
 
+    def draft_plan(self, layer: int) -> LoadedPlan:
+        """What one row of a draft attends to: what is resident, and nothing that would have to be waited for."""
+        key = (layer, DRAFT)
+        planned = self._plans.get(key)
+        if planned is None:
+            chunks = [chunk for chunk in self._chunks(layer) if chunk.run is None]
+            plan = plan_layer(self._slots(layer), chunks, scratch_groups=self._scratch.group_rows, partial=True)
+            planned = self._plans[key] = LoadedPlan(plan, self._device.ops.load_plan(layer, DRAFT, plan))
+        return planned
+
+    def draft_signature(self, layers: range) -> Hashable:
+        """What captured work for a draft row in these layers depends on."""
+        known = self._signatures.get((DRAFT, layers))
+        if known is None:
+            plans = [self.draft_plan(layer).plan for layer in layers]
+            known = self._signatures[DRAFT, layers] = (self._bound, tuple(plan.shape for plan in plans))
+        return known
+
     def _chunks(self, layer: int) -> Iterator[Chunk]:
+        streamed = self._config.streamed(self._state.cuts[layer])
+        if streamed.start > 0:
+            yield Chunk(range(streamed.start))
         for run in self.streamer.schedule.by_layer[layer] if self.streamer.schedule.runs else ():
             yield Chunk(run.page_range, run)
-        yield Chunk(range(self._state.cuts[layer], self._pages))
+        yield Chunk(range(streamed.stop, self._pages))
 
     def _forget_plans(self) -> None:
         self._plans.clear()
         self._signatures.clear()
 
     def _slots(self, layer: int) -> tuple[int, ...]:
-        streamed = self.streamer.schedule.by_layer[layer] if self.streamer.schedule.runs else ()
-        slots = [slot for run in streamed for slot in run.slots]
-        slots += self._table.slots_of(layer, range(self._state.cuts[layer], self._pages))
+        streamed = self._config.streamed(self._state.cuts[layer])
+        runs = self.streamer.schedule.by_layer[layer] if self.streamer.schedule.runs else ()
+        slots = self._table.slots_of(layer, range(streamed.start))
+        slots += [slot for run in runs for slot in run.slots]
+        slots += self._table.slots_of(layer, range(streamed.stop, self._pages))
         return tuple(slots)
 
     def wait_layer(self, layer: int) -> None:
@@ -309,14 +336,15 @@ class KvStream:
 
     def _replan(self, state: ResidencyState) -> None:
         self.streamer.replan(
-            [range(cut) for cut in state.cuts],
+            [self._config.streamed(cut) for cut in state.cuts],
             ring_slots=state.ring_slots,
             run_pages=self._config.run_pages_in(state.ring_slots),
         )
 
     def _evict(self, cuts: Sequence[int]) -> None:
-        """Pages below their layer's new cut give their slots back; their bytes are in the history."""
-        going = [page for page in self._table if page.page < cuts[page.layer]]
+        """Pages that are to be streamed give their slots back; their bytes are in the history."""
+        streamed = [self._config.streamed(cut) for cut in cuts]
+        going = [page for page in self._table if page.page in streamed[page.layer]]
         if going:
             self._publisher.wait_for((max(page.page for page in going) + 1) * self.geometry.page_tokens)
         for page in going:
@@ -340,12 +368,13 @@ class KvStream:
 
     def _promote(self) -> None:
         """Streamed pages at or above their layer's cut come back to stay; a layer waits for its own before use."""
-        if len(self._table) == sum(self._pages - cut for cut in self._state.cuts):
+        streamed = [self._config.streamed(cut) for cut in self._state.cuts]
+        if len(self._table) == sum(self._pages - len(pages) for pages in streamed):
             return
         back = [
             PageId(layer, page)
-            for layer, cut in enumerate(self._state.cuts)
-            for page in range(cut, self._pages)
+            for layer, pages in enumerate(streamed)
+            for page in (*range(pages.start), *range(pages.stop, self._pages))
             if not self._table.holds(PageId(layer, page))
         ]
         self._device.copy.wait(self._device.compute.record())

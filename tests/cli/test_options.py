@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvs_cli.options import Parsed, parse
 from kvs_core.errors import SettingsError
-from kvs_core.settings import KvSettings
+from kvs_core.settings import KvSettings, SpeculativeSettings
 from kvs_core.settings.setting import Setting
 from kvs_core.settings.table import BY_FLAG, BY_KEY, DEFAULTS, TABLE, yaml_name
 from kvs_core.settings.typed import run_settings
@@ -115,14 +115,14 @@ def test_presence_of_a_no_variable_means_off(setting: Setting) -> None:
 
 
 def test_the_known_command_line_is_accepted_flag_for_flag() -> None:
-    """The command line that users of the C++ original know runs, and one line says what does nothing yet."""
+    """The command line that users of the C++ original know is taken, and nothing of it is without effect."""
     parsed = run(*KNOWN_LINE, "prompt.txt")
-    assert parsed.notices == (
-        "--spec-type: no effect: speculation is not in this version; decoding one token per step, same text",)
+    assert parsed.notices == ()
     engine = run_settings(parsed.values, parsed.explicit, parsed.positionals).engine
     assert engine.kv == KvSettings(type_k="q8_0", type_v="q4_0", arena_mib=2240, fit=False)
     assert (engine.context.ctx_size, engine.context.batch, engine.context.ubatch) == (262144, 256, 256)
     assert engine.model.source == Path("M")
+    assert engine.speculative == SpeculativeSettings(types=("draft-mtp",))
     engine.device.check_gpu_layers(30)
 
 
@@ -167,6 +167,7 @@ def test_an_overridden_variable_may_be_wrong() -> None:
          ("a=int:1", "b=bool:true", "c=int:2")),
         (["--spec-type", "ngram-mod", "--spec-type", "ngram-cache,draft-mtp"], "spec_type",
          ("ngram-mod", "ngram-cache", "draft-mtp")),
+        (["--spec-type", "ngram-mod", "--spec-type", "draft-simple,none"], "spec_type", ("ngram-mod", "none")),
     ],
 )
 def test_the_grammar(argv: list[str], key: str, value: object) -> None:
@@ -200,6 +201,9 @@ def test_a_repeated_flag_counts_once() -> None:
          "usage: -dev, --device auto|cpu|cuda|cuda:N"),
         (["--kv-residency-mode", "window"],
          "--kv-residency-mode window: window mode is not in this version; use --kv-residency-mode adaptive"),
+        (["--spec-type", "ngram-mod,draft-simple"],
+         "--spec-type ngram-mod,draft-simple: draft-simple needs a draft model in a file of its own, which kvs does "
+         "not load; use draft-mtp, draft-resident or an ngram type"),
         (["--draft-max", "8"], "--draft-max: removed; use --spec-draft-n-max, or --spec-ngram-mod-n-max for ngram-mod"),
     ],
 )

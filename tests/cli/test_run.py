@@ -126,7 +126,6 @@ def test_the_known_command_line_runs(kvs: Kvs, tiny_qwen35: Path) -> None:
     assert done.out
     said = [line for line in done.err.splitlines() if line.startswith("--")]
     assert said == [
-        "--spec-type: no effect: speculation is not in this version; decoding one token per step, same text",
         "--ctx-size 262144: the model was trained for 32768 tokens; the context is 32768 "
         "(--override-kv qwen35.context_length=int:N says otherwise)",
     ]

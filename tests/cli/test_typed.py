@@ -15,6 +15,14 @@ from kvs_core.errors import SettingsError
 from kvs_core.paging.geometry import KvType
 from kvs_core.paging.residency import ResidencyMode
 from kvs_core.settings import KV_TYPES, PromptSettings, RunSettings, rooms
+from kvs_core.settings.drafters import (
+    ModelDraftSettings,
+    NgramCacheSettings,
+    NgramMapSettings,
+    NgramModSettings,
+    NgramSimpleSettings,
+    SpeculativeSettings,
+)
 from kvs_core.settings.setting import Command
 from kvs_core.settings.table import BY_KEY, TABLE
 from kvs_core.settings.typed import info_settings, run_settings
@@ -62,8 +70,8 @@ def test_prompt_sources(argv: list[str], prompt: PromptSettings) -> None:
         (["-p", "x", "--samplers", "top_k", "--sampler-seq", "k"], "give one of them"),
         (["-p", "x", "--rope-scale", "2", "--rope-freq-scale", "0.5"], "give one of them"),
         (["-p", "x", "-ctkd", "q8_0"], "share the type of the cache, f16"),
-        (["-p", "x", "--spec-synth-rates", "0.5,0.9,0.1"], "expected 3 rates that never rise"),
         (["-p", "x", "--spec-synth-len", "2", "--spec-synth-rates", "0.5,0.4,0.1"], "give one of them"),
+        (["-p", "x", "--spec-default", "--spec-ngram-mod-n-max", "63"], "use --spec-type ngram-mod with them instead"),
         (["-p", "x", "--chat-template-kwargs", '{"enable_thinking": "no"}'], "not a boolean"),
         (["-p", "x", "--kv-stream-arena-mib", "1", "--kv-stream-pool-mib", "1"], "exclude each other"),
         (["-p", "x", "--kv-page-tokens", "100"], "not a multiple of 32"),
@@ -89,6 +97,30 @@ def test_typed_values() -> None:
     assert run_with.output.stop == ("\n",)
     assert run_with.logging.verbosity == 5
     assert run_with.chat.variables == {"a": 1, "enable_thinking": False, "reasoning_effort": "low"}
+
+
+def test_speculation() -> None:
+    """Lists of drafters add up without repetition, in the order of asking; each drafter's numbers reach it."""
+    assert typed("-p", "x").engine.speculative == SpeculativeSettings()
+    speculative = typed(
+        "-p", "x", "--spec-type", "draft-resident,ngram-mod", "--spec-type", "ngram-simple,none", "--spec-type",
+        "ngram-mod,ngram-map-k4v", "--spec-ngram-mod-n-match", "16", "--spec-ngram-map-k4v-min-hits", "2",
+        "--spec-ngram-simple-size-m", "100", "--spec-draft-n-max", "5", "--spec-draft-p-min", "0.5",
+        "--spec-draft-sampling", "probabilistic", "--spec-adaptive", "off", "-lcs", "s", "-lcd", "d").engine.speculative
+    assert speculative == SpeculativeSettings(
+        types=("ngram-map-k4v", "ngram-mod", "draft-resident"),
+        ngram_simple=NgramSimpleSettings(size_m=100),
+        ngram_map_k4v=NgramMapSettings(min_hits=2),
+        ngram_mod=NgramModSettings(n_match=16),
+        ngram_cache=NgramCacheSettings(static=Path("s"), dynamic=Path("d")),
+        draft=ModelDraftSettings(n_max=5, p_min=0.5, sampling="probabilistic"),
+        adaptive=False,
+    )
+    assert typed("-p", "x", "--spec-default", "--spec-type", "draft-mtp").engine.speculative.types == (
+        "ngram-mod", "draft-mtp")
+    synthetic = typed("-p", "x", "--spec-type", "draft-mtp", "--spec-synth-rates", "0.9,0.81,0.729").engine.speculative
+    assert synthetic.synth_rates == (0.9, 0.81, 0.729)
+    assert synthetic.is_synthetic
 
 
 class Recorder(dict[str, object]):

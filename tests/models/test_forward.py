@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvs_core.device.base import StepInputs
 from kvs_core.device.host.device import HostDebug, HostDevice
 from kvs_core.device.host.ops import basic
 from kvs_core.device.workspace import Workspace, workspace_bytes
@@ -75,7 +76,8 @@ class Run:
 
     def forward(self, batch: Batch, kv: DenseKv) -> None:
         """Run rows; what becomes of them is open."""
-        self.device.begin_step(self.model.begin(batch, self.state))
+        self.state.begin(batch.phase, batch.rows, batch.first_position)
+        self.device.begin_step(StepInputs(batch.tokens, batch.first_position, self.state.pending, batch.phase))
         self.model.forward(batch, kv, self.state, self.ws)
 
     def step(self, tokens: np.ndarray, phase: Phase, keep: int | None = None) -> None:

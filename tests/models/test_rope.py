@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvs_core.device.base import StepInputs
 from kvs_core.device.host.device import HostDevice
 from kvs_core.device.workspace import Workspace, workspace_bytes
 from kvs_core.errors import SettingsError
@@ -202,7 +203,8 @@ def test_logits_are_those_of_llamacpp(tmp_path: Path, arch: str, keys: dict[str,
         ws = Workspace(device, 0, workspace_bytes(specs), specs)
         state = RecurrentState(ours.spec, device)
         batch = Batch(tokens, 0, Phase.PREFILL)
-        device.begin_step(ours.begin(batch, state))
+        state.begin(batch.phase, batch.rows, 0)
+        device.begin_step(StepInputs(tokens, 0, 0, batch.phase))
         ours.forward(batch, DenseKv(ours.spec.n_layer), state, ws)
         # llama.cpp's angles are float32 products, ours float64. A wrong rule differs by 0.1 and more.
         np.testing.assert_allclose(ours.logits(range(96), ws), expected, rtol=0, atol=1e-3)

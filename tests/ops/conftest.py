@@ -16,7 +16,14 @@ import pytest
 
 from kvs_core.device.cuda.context import Context
 from kvs_core.device.cuda.modules import CudaFound, find_cuda
-from kvs_core.device.cuda.tables import STEP_PENDING, STEP_POSITION, STEP_ROWS, STEP_TOKENS, STEP_WORDS
+from kvs_core.device.cuda.tables import (
+    STEP_PENDING,
+    STEP_POSITION,
+    STEP_ROWS,
+    STEP_STORE,
+    STEP_TOKENS,
+    STEP_WORDS,
+)
 from kvs_core.device.workspace import BufferSpec
 from kvs_core.memory.phases import Phase
 from tests.cuda_on_cpu import memory
@@ -54,7 +61,7 @@ class Lab:
         """What op families get in a step of ``rows`` rows, its table filled in and ``scratch`` bound to poison."""
         ids = np.zeros(rows, np.int32) if tokens is None else np.asarray(tokens, np.int32)
         step = np.zeros(STEP_WORDS, np.int32)
-        step[[STEP_POSITION, STEP_ROWS, STEP_PENDING]] = position, rows, pending
+        step[[STEP_POSITION, STEP_ROWS, STEP_PENDING, STEP_STORE]] = position, rows, pending, 1
         if phase is Phase.DECODE:
             step[STEP_TOKENS : STEP_TOKENS + rows] = ids
         return Context(

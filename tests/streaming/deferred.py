@@ -2,9 +2,10 @@
 
 What is enqueued becomes a node that waits for the nodes before it in its stream and for those of the events its stream
 was told to wait for; nothing else orders anything. Nodes are done when the host asks for a fence, one of those that may
-be done at a time, by dice. So a missing wait is a wrong byte. A capture keeps nodes instead; each launch adds copies of
-them behind the compute stream, and what the compute stream gets next comes behind all of them. As in CUDA, a stream
-enters a capture by waiting for an event of it, what it did before orders nothing there, and it must be joined again.
+be done at a time, by ranks that are drawn. So a missing wait is a wrong byte. A capture keeps nodes instead; each
+launch adds copies of them behind the compute stream, and what the compute stream gets next comes behind all of them. As
+in CUDA, a stream enters a capture by waiting for an event of it, what it did before orders nothing there, and it must
+be joined again.
 """
 
 from __future__ import annotations
@@ -20,14 +21,16 @@ Work = Callable[[], None]
 
 
 class Node:
-    """A piece of work, and what it comes behind. ``graph``: it is captured work, never done itself."""
+    """A piece of work, and what it comes behind. ``graph``: it is captured work, never done itself. Of the nodes that
+    may be done the one of the lowest rank is next: so a single one can be overtaken by a long chain."""
 
-    __slots__ = ("after", "done", "graph", "work")
+    __slots__ = ("after", "done", "graph", "rank", "work")
 
     def __init__(self, work: Work | None, after: Sequence[Node], graph: DeferredGraph | None) -> None:
         self.work = work
         self.after = [node for node in after if not node.done]
         self.graph = graph
+        self.rank = 0.0
         self.done = False
 
 
@@ -176,8 +179,11 @@ class DeferredRuntime:
         return memory
 
     def _do_one(self) -> None:
-        ready = [index for index, node in enumerate(self.pending) if all(before.done for before in node.after)]
-        node = self.pending.pop(self._dice.choice(ready))
+        ready = [node for node in self.pending if all(before.done for before in node.after)]
+        for node in ready:
+            node.rank = node.rank or self._dice.random()
+        node = min(ready, key=lambda node: node.rank)
+        self.pending.remove(node)
         if node.work is not None:
             node.work()
         node.done = True

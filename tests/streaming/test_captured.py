@@ -237,7 +237,7 @@ MOVES = st.one_of(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(
     moves=st.lists(MOVES, min_size=3, max_size=12), pool=POOLS, ring=st.integers(0, 5), run=st.integers(0, 4),
     start=st.integers(0, CONTEXT - 100), seed=st.integers(0, 2**20),
@@ -274,6 +274,20 @@ def test_every_launch_finds_the_pages_of_its_step(
             except DeviceError:
                 assert one.captured.recorded == recorded
             one.ops.fail_at = None
+    one.check_history()
+    one.close()
+
+
+@settings(max_examples=20)
+@given(seed=st.integers(0, 2**20))
+def test_copies_behind_a_step_that_was_left_wait_for_its_launch(seed: int) -> None:
+    """With a ring of one slot, which the launch that is still under way fills again and again."""
+    one = Simulation(seed, LEAST, ring=1, run=1)
+    for _ in range(5):
+        one.step(PREFILL, PREFILL_ROWS, 0)
+    for _ in range(5):
+        one.step(DECODE, ROWS, 0, leave=True)
+        one.step(DECODE, ROWS, 1)
     one.check_history()
     one.close()
 

@@ -15,7 +15,8 @@ from kvs_core.device.host.device import HostDebug, HostDevice
 from kvs_core.errors import BudgetError, ContextError
 from kvs_core.memory.phases import Phase
 from kvs_core.paging.slots import PageId
-from kvs_core.streaming.kv_stream import KvStep
+from kvs_core.streaming import kv_step as kv_step_module
+from kvs_core.streaming.kv_step import KvStep
 from tests.streaming.rig import DECODE_ROWS, LAYERS, PAGE, PLAIN, PREFILL_ROWS, ROTATED, Pools, Rig, rig
 
 CONTEXT = 640

@@ -124,7 +124,7 @@ def test_a_page_coming_back_is_waited_for_before_it_moves() -> None:
 
 def test_a_run_over_the_end_of_a_segment_keeps_its_slots_until_its_last_call() -> None:
     """Attention reads such a run in two calls; only after the second may its slots be filled again."""
-    context = 72 * PAGE
+    context = 140 * PAGE   # more groups than scratch rows: calls end with segments
     device = TracedDevice(PLAIN, 0)
     rig = Rig(PLAIN, context, Pools(20, 20), device, ring_slots=6, run_pages=6)
     device.committed_tokens = lambda: rig.kv.cache.committed

@@ -26,6 +26,8 @@ from kvs_core.device.cuda.ops.attend_prefill import AttendPrefill
 from kvs_core.device.cuda.ops.embed import Embed, Rope
 from kvs_core.device.cuda.ops.gdn import Gdn
 from kvs_core.device.cuda.ops.matmul import MAX_ROWS, DecodeMatmul
+from kvs_core.device.cuda.ops.norm import Norm
+from kvs_core.device.cuda.ops.norm import instances as norm_instances
 from kvs_core.device.cuda.ops.prefill_matmul import PrefillMatmul
 from kvs_core.device.cuda.ops.prefill_matmul import instances as prefill_matmul_instances
 from kvs_core.device.cuda.ops.sample import MAX_TOP_K, Sample
@@ -52,6 +54,7 @@ class CudaOps:
         self._embed = Embed(context)
         self._matmul = DecodeMatmul(context)
         self._prefill_matmul = PrefillMatmul(context, gemm, self._matmul.dequant)
+        self._norm = Norm(context)
         self._write = WriteKv(context)
         self._attend_decode = AttendDecode(context)
         self._attend_prefill = AttendPrefill(context)
@@ -118,7 +121,7 @@ class CudaOps:
         kernels += attend_prefill.kernels_for(geometry, launcher.shared_bytes)
         for shape in recurrent:
             kernels += gdn.kernels_for(shape, launcher.shared_bytes)
-        kernels += itertools.chain(prefill_matmul_instances(arch), sample_instances(arch))
+        kernels += itertools.chain(prefill_matmul_instances(arch), sample_instances(arch), norm_instances(arch))
         return list(dict.fromkeys(kernels))
 
     def begin_step(self, inputs: StepInputs) -> None:
@@ -203,6 +206,15 @@ class CudaOps:
         top = self._sample.top_k(logits, k)
         return top.ids, top.values
 
+    def rms_norm(self, x: Buffer, norm: Buffer, out: Buffer, *, eps: float) -> None:
+        """See ``Ops.rms_norm``."""
+        self._matmul.flush(x)
+        self._norm.rms_norm(x, norm, out, eps=eps)
+
+    def take_kept(self, rows: Buffer, out: Buffer) -> None:
+        """See ``Ops.take_kept``."""
+        self._norm.take_kept(rows, out)
+
     def clear(self, buffer: Buffer) -> None:
         """See ``Ops.clear``."""
         self._write.clear(buffer)
@@ -213,10 +225,10 @@ class CudaOps:
 
     def gdn_decode(
         self, y: Buffer, weights: GdnWeights, shape: GdnShape, state: GdnState, out: Buffer, *, position: int,
-        pending: int,
+        pending: int, store: bool = True,
     ) -> None:
         """See ``Ops.gdn_decode``."""
-        self._gdn.gdn_decode(y, weights, shape, state, out, position=position, pending=pending)
+        self._gdn.gdn_decode(y, weights, shape, state, out, position=position, pending=pending, store=store)
 
     def gdn_apply(self, shape: GdnShape, state: GdnState, *, position: int, pending: int) -> None:
         """See ``Ops.gdn_apply``."""

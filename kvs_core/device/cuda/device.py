@@ -157,6 +157,9 @@ class CudaDevice:
 
     def load_table(self, info: TensorInfo) -> Weight:
         """See ``Device``. It stays in pinned host memory, where kernels can read it: a step takes a row per token."""
+        for table in self._tables:
+            if table.name == info.name:
+                return table
         n_in, n_out = info.shape
         rows = self._runtime.allocate_pinned(info.n_bytes)
         for first in range(0, info.n_bytes, _TABLE_PIECE_BYTES):

@@ -16,7 +16,16 @@ from kvs_core.device.cuda.kernel import address
 from kvs_core.device.cuda.plan import DevicePlan
 from kvs_core.device.cuda.runtime import Runtime
 from kvs_core.device.cuda.streams import CudaStream
-from kvs_core.device.cuda.tables import STEP_PENDING, STEP_POSITION, STEP_ROWS, STEP_TOKENS, STEP_WORDS, PlanLayout
+from kvs_core.device.cuda.tables import (
+    STEP_KEPT,
+    STEP_PENDING,
+    STEP_POSITION,
+    STEP_ROWS,
+    STEP_STORE,
+    STEP_TOKENS,
+    STEP_WORDS,
+    PlanLayout,
+)
 from kvs_core.paging.spans import LayerPlan
 
 _AHEAD = 4   # prefill steps whose inputs may wait in pinned memory
@@ -95,10 +104,12 @@ def _fill(words: np.ndarray, inputs: StepInputs) -> None:
     words[STEP_POSITION] = inputs.first_position
     words[STEP_ROWS] = len(inputs.tokens)
     words[STEP_PENDING] = inputs.pending
+    words[STEP_STORE] = inputs.store
+    words[STEP_KEPT] = inputs.kept
 
 
 class PlanTables:
-    """A table for every layer and width of decode step, and a few for its prefill steps."""
+    """A table for every layer and width of decode step, one for its drafts, and a few for its prefill steps."""
 
     def __init__(self, runtime: Runtime, compute: CudaStream, layers: int, pages: int, max_rows: int) -> None:
         self._runtime = runtime
@@ -118,11 +129,11 @@ class PlanTables:
         return int(self._memory.nbytes)
 
     def load(self, layer: int, rows: int, plan: LayerPlan) -> DevicePlan:
-        """Enqueue the table's new contents. ``rows`` 0: a prefill step's."""
+        """Enqueue the table's new contents. ``rows`` 0: a prefill step's; -1: a draft's."""
         if rows:
-            index, layout = rows - 1, self._decode
+            index, layout = self._max_rows if rows < 0 else rows - 1, self._decode
         else:
-            index, layout = self._max_rows + self._turn[layer], self._prefill
+            index, layout = self._max_rows + 1 + self._turn[layer], self._prefill
             self._turn[layer] = (self._turn[layer] + 1) % _AHEAD
         staged = self._staged[layer][index]
         words = staged.ready()
@@ -133,10 +144,10 @@ class PlanTables:
         return DevicePlan.at(at, layout, plan)
 
     def _layouts(self) -> list[PlanLayout]:
-        return [self._decode] * self._max_rows + [self._prefill] * _AHEAD
+        return [self._decode] * (self._max_rows + 1) + [self._prefill] * _AHEAD
 
     def _words(self, layers: int) -> int:
-        return layers * self._before(self._max_rows + _AHEAD)
+        return layers * self._before(self._max_rows + 1 + _AHEAD)
 
     def _before(self, index: int) -> int:
         """Words of a layer's tables before that one; all begin at 16 bytes."""

@@ -29,6 +29,10 @@ STEP_ROWS = 1
 """Word: rows of the step."""
 STEP_PENDING = 2
 """Word: rows that recurrent layers have not applied yet."""
+STEP_STORE = 3
+"""Word: 1 if recurrent layers store their state, 0 in a draft."""
+STEP_KEPT = 4
+"""Word: rows of the last step that were kept."""
 STEP_TOKENS = 8
 """First word of a decode step's tokens; a prefill's lie in a buffer of their own."""
 STEP_WORDS = 16

@@ -81,9 +81,9 @@ class Gdn:
 
     def gdn_decode(
         self, y: Buffer, weights: GdnWeights, shape: GdnShape, state: GdnState, out: Buffer, *, position: int,
-        pending: int,
+        pending: int, store: bool = True,
     ) -> None:
-        """See ``Ops.gdn_decode``; position and pending are those of the step table.
+        """See ``Ops.gdn_decode``; position, pending and store are those of the step table.
 
         If ``add_projected`` can do it, norm and gate are left to it: ``out`` has o, and a form says so.
         """

@@ -55,6 +55,14 @@ class HostOps:
     def top_logits(self, logits: Buffer, k: int) -> None:
         """See ``Ops.top_logits``. The host has all logits at hand."""
 
+    def rms_norm(self, x: Buffer, norm: Buffer, out: Buffer, *, eps: float) -> None:
+        """See ``Ops.rms_norm``."""
+        basic.rms_norm(x, norm, out, eps=eps)
+
+    def take_kept(self, rows: Buffer, out: Buffer) -> None:
+        """See ``Ops.take_kept``."""
+        out[0] = rows[self._step.kept]
+
     def clear(self, buffer: Buffer) -> None:
         """See ``Ops.clear``."""
         buffer.fill(0)

@@ -10,6 +10,7 @@ S depends on a row only through its a, k and d, so those and the row's convoluti
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -31,9 +32,12 @@ class _Rows(NamedTuple):
 
 
 def gdn_decode(
-    y: Buffer, weights: GdnWeights, shape: GdnShape, state: GdnState, out: Buffer, *, position: int, pending: int
+    y: Buffer, weights: GdnWeights, shape: GdnShape, state: GdnState, out: Buffer, *, position: int, pending: int,
+    store: bool = True,
 ) -> None:
     """See ``Ops.gdn_decode``."""
+    if not store:
+        state = replace(state, state=state.state.copy())
     gdn_apply(shape, state, position=position, pending=pending)
     n_rows, slots = len(y), len(state.ring_x)
     assert n_rows + max(pending, shape.conv_taps - 1) <= slots, f"{n_rows} rows in rings of {slots}"

@@ -1,0 +1,70 @@
+"""Every kind of step on tiny models, for a checker of memory accesses and races:
+
+    compute-sanitizer --tool memcheck python -m benchmarks.gpu.tiny_steps
+    compute-sanitizer --tool racecheck python -m benchmarks.gpu.tiny_steps
+
+Prefill and decode with streamed pages, verify widths, dropped rows, a change of phase. Prints how many logits are
+finite.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from kvs_core.device.cuda.cupy_runtime import CupyRuntime
+from kvs_core.device.cuda.device import CudaDevice
+from kvs_core.engine.budget import plan_budget
+from kvs_core.engine.engine import Engine
+from kvs_core.formats.gguf import GgufFile
+from kvs_core.memory.phases import Phase
+from kvs_core.models.registry import read_spec
+from kvs_core.models.synthetic import synthetic_model
+from kvs_core.settings.rooms import ContextSettings, KvSettings, RopeSettings
+from tests.support.tiny_gguf import write_tiny_llama, write_tiny_qwen35
+
+
+def steps(file: GgufFile, type_k: str, type_v: str, page_tokens: int) -> None:
+    """One engine, with hardly more slots than it must have."""
+    kv = KvSettings(type_k=type_k, type_v=type_v, page_tokens=page_tokens)
+    context = 40 * page_tokens
+    sizes = ContextSettings(ctx_size=context, ubatch=64, batch=64)
+    budget = plan_budget(read_spec(file), sizes, kv, free_bytes=1 << 32)
+    engine = Engine(
+        file, CudaDevice(CupyRuntime()), context=sizes, kv=kv, rope=RopeSettings(),
+        pool_bytes=(budget.need.least_slots + 8) * budget.geometry.page_bytes,
+    )
+    tokens = np.random.default_rng(0).integers(0, engine.spec.n_vocab, context).astype(np.int32)
+    finite = 0
+    try:
+        for first in range(0, min(20 * page_tokens, 1024), 64):
+            with engine.step(tokens[first : first + 64], Phase.PREFILL) as step:
+                step.settle()
+        for rows, keep in ((1, 1), (1, 1), (4, 2), (8, 8), (1, 1)):
+            with engine.step(tokens[:rows], Phase.DECODE) as step:
+                finite += int(np.isfinite(step.logits(0)).sum())
+                assert step.best(3) is not None
+                step.settle(keep)
+        with engine.step(tokens[:64], Phase.PREFILL) as step:
+            finite += int(np.isfinite(step.logits()).sum())
+            step.settle()
+        report = engine.report()
+        print(f"{engine.spec.name} {type_k}/{type_v}: {finite} finite logits, {report.h2d_bytes} bytes streamed")
+    finally:
+        engine.close()
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        qwen = write_tiny_qwen35(Path(folder) / "qwen.gguf", seed=1, head_dim=64, weight_type="q8_0")
+        llama = write_tiny_llama(Path(folder) / "llama.gguf", seed=1, head_dim=64, weight_type="q8_0")
+        steps(GgufFile.open(qwen), "q8_0", "q4_0", 32)
+        steps(GgufFile.open(llama), "f16", "q5_1", 32)
+    # Heads of 256 and pages of 256: the kernels of the large models.
+    steps(synthetic_model("small:iq4_xs"), "q8_0", "q4_0", 256)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""``kvs serve``: the model behind llama-server's API. Listens first, loads then, serves until a signal.
+
+    main thread     sockets ─ event loop: requests, replies, signals
+    engine thread   file, tokenizer, weights ─ jobs, one after the other ─ memory given back
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+from kvs_cli.open_model import OpenModel, open_engine, open_model, plan_context
+from kvs_cli.prompt import read_template
+from kvs_cli.render import Screen
+from kvs_cli.server.about import build_info, model_name
+from kvs_cli.server.front import Front, read_keys
+from kvs_cli.server.generation import Room
+from kvs_cli.server.jobs import JobQueue
+from kvs_cli.server.listen import Listener
+from kvs_cli.server.metrics import Metrics
+from kvs_cli.server.options import Defaults
+from kvs_cli.server.prompts import PromptReader
+from kvs_cli.server.replies import Names
+from kvs_cli.server.routes import Routes
+from kvs_cli.server.service import Service
+from kvs_cli.server.slot import PrefixConversation
+from kvs_core.engine.engine import Engine
+from kvs_core.engine.session import Session
+from kvs_core.formats.grammar import GrammarCompiler
+from kvs_core.sampling.params import SamplingParams
+from kvs_core.settings import ServeSettings
+
+LOGGER = logging.getLogger(__name__)
+
+_ENGINE_END_S = 30   # to give memory back, once the last step is done
+_SMALLEST_POOL = 4
+
+
+def execute(settings: ServeSettings) -> int:
+    """Serve; the exit code. Raises ``KvsError`` for what keeps it from serving."""
+    server = Server(settings)
+    server.run()
+    return 0
+
+
+class Server:
+    """One server. ``run`` in the thread that is to hold the event loop; ``stop`` from any other."""
+
+    def __init__(self, settings: ServeSettings) -> None:
+        """Opens the port. Raises SettingsError."""
+        self._settings = settings
+        self._screen = Screen.of(settings.logging)
+        self._service: Service | None = None
+        self._failure: BaseException | None = None
+        self._queue = JobQueue()
+        self._threads = ThreadPoolExecutor(
+            settings.listen.threads or max(_SMALLEST_POOL, os.cpu_count() or 1), thread_name_prefix="request"
+        )
+        self._engine_thread = threading.Thread(target=self._run_engine, name="engine", daemon=True)
+        keys = read_keys(settings.access)
+        routes = Routes(lambda: _there(self._service))
+        self._front = Front(
+            routes.find, settings.access, keys, prefix=settings.listen.prefix, is_ready=lambda: self.ready
+        )
+        self._listener = Listener(settings.listen)
+
+    @property
+    def urls(self) -> list[str]:
+        """Where it listens."""
+        return self._listener.urls
+
+    @property
+    def ready(self) -> bool:
+        """Whether the model is there."""
+        return self._service is not None
+
+    def run(self) -> None:
+        """Load, serve, end. Raises what kept the model from being loaded, or ended the engine."""
+        asyncio.run(self._listener.serve(self._front, self._engine_thread.start, self._queue.close))
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._engine_thread.join(_ENGINE_END_S)
+        if self._failure is not None:
+            raise self._failure
+
+    def stop(self) -> None:
+        """Let ``run`` come to its end."""
+        self._listener.stop()
+
+    def _run_engine(self) -> None:
+        settings = self._settings
+        try:
+            model = open_model(settings.engine.model, self._screen)
+            context = plan_context(model, settings.engine)
+            template = read_template(model, settings.chat)
+            defaults = _defaults(settings, model)
+            with open_engine(model, settings.engine, self._screen) as engine:
+                self._service = Service(
+                    settings=settings,
+                    model=model,
+                    context=context,
+                    template=template,
+                    defaults=defaults,
+                    grammars=GrammarCompiler(model.tokenizer, model.spec.n_vocab),
+                    prompts=PromptReader(model.tokenizer, context),
+                    room=_room(settings, model, engine),
+                    names=Names(model_name(settings.aliases, str(model.file.path)), build_info()),
+                    queue=self._queue,
+                    threads=self._threads,
+                )
+                LOGGER.info("the model is loaded: %d tokens of context", context.context_tokens)
+                self._queue.run()
+        except BaseException as error:
+            self._failure = error
+        finally:
+            self._queue.close()
+            self._listener.stop()
+
+
+def _room(settings: ServeSettings, model: OpenModel, engine: Engine) -> Room:
+    return Room(PrefixConversation(Session(engine)), model.tokenizer, Metrics(), special=settings.replies.special)
+
+
+def _defaults(settings: ServeSettings, model: OpenModel) -> Defaults:
+    replies = settings.replies
+    return Defaults(
+        sampling=SamplingParams.resolve(model.file.metadata, settings.sampling),
+        n_predict=settings.engine.context.n_predict,
+        stop=replies.stop,
+        cache_prompt=settings.cache_prompt,
+        ping_s=settings.listen.ping_s,
+        thought_limit=replies.thought_limit,
+        thought_message=replies.thought_message,
+        verbose=replies.verbose,
+    )
+
+
+def _there(service: Service | None) -> Service:
+    assert service is not None, "a request passed the front before the model was loaded"
+    return service

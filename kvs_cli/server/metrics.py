@@ -1,0 +1,108 @@
+"""Counters of the server, and their text form for GET /metrics: llama-server's names, and kvs's own.
+
+The engine's thread counts; the event loop reads. Rates are averages since the last time they were read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from kvs_core.engine.engine import KvReport
+
+
+@dataclass(slots=True)
+class Metrics:
+    """Sums since the start; ``since_*`` since the last scrape."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    prompt_s: float = 0.0
+    predicted_tokens: int = 0
+    predicted_s: float = 0.0
+    decodes: int = 0
+    longest_tokens: int = 0
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    accepted_by_position: list[int] = field(default_factory=list)
+    since_prompt_tokens: int = 0
+    since_prompt_s: float = 0.0
+    since_predicted_tokens: int = 0
+    since_predicted_s: float = 0.0
+
+    def add_prompt(self, tokens: int, seconds: float) -> None:
+        """Prompt tokens that were run."""
+        self.prompt_tokens += tokens
+        self.prompt_s += seconds
+        self.since_prompt_tokens += tokens
+        self.since_prompt_s += seconds
+        self.decodes += 1
+
+    def add_text(self, tokens: int, seconds: float, held: int) -> None:
+        """A request that ended with ``held`` tokens in the slot."""
+        self.predicted_tokens += tokens
+        self.predicted_s += seconds
+        self.since_predicted_tokens += tokens
+        self.since_predicted_s += seconds
+        self.decodes += tokens
+        self.longest_tokens = max(self.longest_tokens, held)
+
+    def text(self, *, processing: int, waiting: int, kv: KvReport) -> str:
+        """The exposition, version 0.0.4. Resets the rates."""
+        prompt_rate = self.since_prompt_tokens / self.since_prompt_s if self.since_prompt_s > 0 else 0.0
+        rate = self.since_predicted_tokens / self.since_predicted_s if self.since_predicted_s > 0 else 0.0
+        self.since_prompt_tokens = self.since_predicted_tokens = 0
+        self.since_prompt_s = self.since_predicted_s = 0.0
+        lines: list[str] = []
+        for name, help_text, value in (
+            ("prompt_tokens_total", "Number of prompt tokens processed.", self.prompt_tokens),
+            ("prompt_tokens_cached_total", "Number of prompt tokens reused from the cache.", self.cached_tokens),
+            ("prompt_seconds_total", "Prompt process time", self.prompt_s),
+            ("tokens_predicted_total", "Number of generation tokens processed.", self.predicted_tokens),
+            ("tokens_predicted_seconds_total", "Predict process time", self.predicted_s),
+            ("n_decode_total", "Total number of engine steps", self.decodes),
+            ("n_tokens_max", "Largest observed number of tokens in the slot.", self.longest_tokens),
+            ("spec_decode_num_draft_tokens_total", "Number of drafted tokens.", self.draft_tokens),
+            ("spec_decode_num_accepted_tokens_total", "Number of accepted draft tokens.", self.accepted_tokens),
+            ("spec_decode_num_drafts_total", "Number of drafts.", self.drafts),
+        ):
+            lines += _metric("llamacpp", name, "counter", help_text, value)
+        if self.accepted_by_position:
+            name = "llamacpp:spec_decode_num_accepted_tokens_per_pos_total"
+            lines += [f"# HELP {name} Accepted draft tokens by position.", f"# TYPE {name} counter"]
+            lines += [f'{name}{{position="{at}"}} {count}' for at, count in enumerate(self.accepted_by_position)]
+        for name, help_text, value in (
+            ("prompt_tokens_seconds", "Average prompt throughput in tokens/s.", prompt_rate),
+            ("predicted_tokens_seconds", "Average generation throughput in tokens/s.", rate),
+            ("requests_processing", "Number of requests processing.", processing),
+            ("requests_deferred", "Number of requests deferred.", waiting),
+            ("n_busy_slots_per_decode", "Average number of busy slots per step", float(self.decodes > 0)),
+        ):
+            lines += _metric("llamacpp", name, "gauge", help_text, value)
+        lines += _kv_lines(kv)
+        return "\n".join(lines) + "\n"
+
+
+def _kv_lines(kv: KvReport) -> Iterable[str]:
+    stats = kv.stats
+    for name, kind, help_text, value in (
+        ("pool_pages", "gauge", "Page slots of the arena.", stats.pool_pages),
+        ("resident_pages", "gauge", "Pages that stay on the device.", stats.resident_pages),
+        ("ring_slots", "gauge", "Page slots of the ring.", stats.ring_slots),
+        ("active_pages", "gauge", "Pages that hold rows.", stats.active_pages),
+        ("streamed_pages_per_step", "gauge", "Pages copied to the device in a step.", stats.streamed_pages_per_step),
+        ("history_bytes", "gauge", "Bytes of the history in host memory.", stats.history_bytes),
+        ("arena_bytes", "gauge", "Bytes of the arena.", kv.arena_bytes),
+        ("h2d_bytes_total", "counter", "Bytes copied to the device.", kv.h2d_bytes),
+        ("h2d_calls_total", "counter", "Copies to the device.", kv.h2d_calls),
+        ("d2h_bytes_total", "counter", "Bytes published to the history.", kv.d2h_bytes),
+        ("stall_seconds_total", "counter", "Time that steps waited for copies.", kv.stall_ms / 1e3),
+        ("repartitions_total", "counter", "Changes of which pages stay on the device.", stats.repartitions),
+    ):
+        yield from _metric("kvs", name, kind, help_text, value)
+
+
+def _metric(prefix: str, name: str, kind: str, help_text: str, value: float) -> list[str]:
+    full = f"{prefix}:{name}"
+    return [f"# HELP {full} {help_text}", f"# TYPE {full} {kind}", f"{full} {value}"]

@@ -1,0 +1,43 @@
+"""RMS norm of rows, and the row that a step names, on each device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvs_core.device.cuda.ops.norm import Norm
+from kvs_core.device.cuda.tables import STEP_KEPT
+
+
+@pytest.mark.parametrize("n", [5, 64, 300, 5120])
+def test_rms_norm(lab: Any, n: int) -> None:
+    """x / rms(x) * norm, strided on both sides; what lies between rows of out is left alone, and rows do not mix."""
+    rng = np.random.default_rng(n)
+    x, norm = rng.normal(0, 3, (3, n + 4)).astype(np.float32), rng.normal(1, 0.2, n).astype(np.float32)
+    out = lab.empty((3, 2 * n), np.float32)
+    device_x, device_norm = lab.array(x), lab.array(norm)
+    Norm(lab.context(3)).rms_norm(device_x[:, :n], device_norm, out[:, :n], eps=1e-6)
+    got = lab.host(out)
+    wide = x[:, :n].astype(np.float64)
+    expected = wide / np.sqrt(np.mean(wide**2, axis=1, keepdims=True) + 1e-6) * norm
+    np.testing.assert_allclose(got[:, :n], expected, rtol=3e-6, atol=1e-6)
+    assert np.isnan(got[:, n:]).all()
+    alone = lab.empty((1, n), np.float32)
+    Norm(lab.context(1)).rms_norm(device_x[1:2, :n], device_norm, alone, eps=1e-6)
+    assert lab.host(alone).tobytes() == got[1:2, :n].tobytes()
+
+
+@pytest.mark.parametrize("kept", [0, 1, 4])
+def test_take_kept(lab: Any, kept: int) -> None:
+    """The row of that number becomes the first; the others stay."""
+    rows = np.random.default_rng(0).normal(size=(5, 300)).astype(np.float32)
+    table, context = lab.array(rows), lab.context(1)
+    step = lab.host(context.step)
+    step[STEP_KEPT] = kept
+    context.step = lab.array(step)
+    Norm(context).take_kept(table, table[:1])
+    got = lab.host(table)
+    assert np.array_equal(got[0], rows[kept])
+    assert np.array_equal(got[1:], rows[1:])

@@ -1,0 +1,143 @@
+"""Clients that go away, queues that are full, and the state they leave behind: none."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+import threading
+import time
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from kvs_cli.server import jobs
+from kvs_cli.server.errors import ApiError
+from kvs_cli.server.jobs import Cancelled, Job, JobQueue
+from tests.server.running import Running
+
+FIXED: dict[str, Any] = {"prompt": "The river in the north", "n_predict": 12, "temperature": 0}
+MALFORMED = (b"{", b"[1]", b'{"prompt": 1e99}', b"\xff\xfe", b"[" * 100_000, b'{"prompt": "x", "n": 7}')
+LONG: dict[str, Any] = {"prompt": "The children of the village", "n_predict": 900, "ignore_eos": True}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("name", ["llama", "qwen"])
+def test_a_client_that_leaves_frees_the_slot(name: str, stream: bool, request: pytest.FixtureRequest) -> None:
+    """Within a step, streaming or not; the next fixed request has its known text."""
+    server: Running = request.getfixturevalue(name)
+    known = server.post("/completion", **FIXED)["content"]
+    leave(server, stream, after_s=0.3)
+    start = time.monotonic()
+    assert server.idle()
+    assert time.monotonic() - start < 1
+    assert 0 < server.get("/slots")[0]["next_token"][0]["n_decoded"] < 900
+    assert server.post("/completion", **FIXED)["content"] == known
+
+
+def test_a_queued_client_that_leaves_is_dropped(llama: Running) -> None:
+    """Requests behind the one that runs wait in order; one whose client leaves never runs."""
+    with llama.http.stream("POST", "/completion", json=LONG | {"stream": True}) as reply:
+        lines = reply.iter_lines()   # dropping it would close the connection
+        next(lines)
+        with pytest.raises(httpx.ReadTimeout):
+            llama.http.post("/completion", json=LONG, timeout=0.2)
+        assert llama.http.get("/slots", params={"fail_on_no_slot": 1}).status_code == 503
+        assert llama.get("/health") == {"status": "ok"}   # what needs no engine is answered all the while
+        assert "requests_deferred 0" in llama.http.get("/metrics").text
+    assert llama.idle()
+    before = llama.get("/slots")[0]["id_task"]
+    llama.post("/completion", **FIXED)
+    assert llama.get("/slots")[0]["id_task"] == before + 2   # the number of the dropped one lies between
+
+
+def test_many_requests_of_all_kinds_leave_the_text_as_it_is(llama: Running) -> None:
+    """A hundred requests, a third of them leaving at random points, some malformed: the fixed text stays."""
+    known = llama.post("/completion", **FIXED)["content"]
+    dice = random.Random(7)
+    for number in range(100):
+        kind = dice.randrange(6)
+        if kind < 2:
+            leave(llama, stream=bool(kind), after_s=dice.random() * 0.03)
+        elif kind == 2:
+            body = dice.choice(MALFORMED)
+            assert llama.http.post("/completion", content=body).status_code == 400
+        else:
+            llama.post("/completion", **(FIXED | {"prompt": f"Number {number}", "n_predict": 3}))
+    assert llama.idle()
+    assert llama.post("/completion", **FIXED)["content"] == known
+
+
+def leave(server: Running, stream: bool, after_s: float) -> None:
+    """Ask for a long text and close the connection after a while."""
+    address = urlsplit(server.url)
+    request = httpx.Request("POST", f"{server.url}/completion", json=LONG | {"stream": stream})
+    head = "".join(f"{name}: {value}\r\n" for name, value in request.headers.items())
+    with socket.create_connection((address.hostname, address.port)) as connection:
+        connection.sendall(f"POST /completion HTTP/1.1\r\n{head}\r\n".encode() + request.content)
+        time.sleep(after_s)
+
+
+def test_erase_forgets(llama: Running) -> None:
+    """After it nothing is cached; other slots and actions are refused."""
+    held = llama.post("/completion", **FIXED)["tokens_cached"]
+    assert llama.post("/slots/0?action=erase") == {"id_slot": 0, "n_erased": held}
+    assert llama.post("/completion", **FIXED)["timings"]["cache_n"] == 0
+    for path in ("/slots/1?action=erase", "/slots/x?action=erase", "/slots/0?action=dance", "/slots/0"):
+        assert llama.post(path, 400)["error"]["type"] == "invalid_request_error"
+    assert llama.post("/slots/0?action=save", 501)["error"]["type"] == "not_supported_error"
+
+
+def test_jobs_take_turns() -> None:
+    """In order, up to a limit; a cancelled one is told at its next check, a dropped one never runs; after ``close``
+    everything that waits learns that it is cancelled, and nothing more is taken."""
+
+    async def play() -> None:
+        queue = JobQueue(max_waiting=3)
+        go, order = threading.Event(), []
+
+        def work(name: str) -> Any:
+            def run(job: Job[str]) -> None:
+                go.wait(10)
+                order.append(name)
+                try:
+                    job.check()
+                except Cancelled:
+                    order.append(f"{name} cancelled")
+                    raise
+                job.emit(name)
+            return run
+
+        thread = threading.Thread(target=queue.run)
+        thread.start()
+        first = Job[str](work("first"))
+        queue.submit(first)
+        while queue.waiting:   # until it runs
+            await asyncio.sleep(0)
+        rest = [Job[str](work(name)) for name in ("second", "third", "fourth")]
+        for job in rest:
+            queue.submit(job)
+        with pytest.raises(ApiError) as refused:
+            queue.submit(Job[str](work("fifth")))
+        assert refused.value.code == 503
+        queue.cancel(rest[0])
+        go.set()
+        assert [await first.next(), await rest[1].next()] == ["first", "third"]
+        assert order[:2] == ["first", "third"]
+        await rest[2].next()
+        go.clear()
+        waiting = [Job[str](work(name)) for name in ("running", "queued")]
+        for job in waiting:
+            queue.submit(job)
+        queue.close()
+        go.set()
+        await asyncio.to_thread(thread.join, 10)
+        assert not thread.is_alive()
+        assert order[-4:] == ["running", "running cancelled", "queued", "queued cancelled"]
+        with pytest.raises(ApiError):
+            queue.submit(first)
+
+    assert jobs.MAX_WAITING > 1
+    asyncio.run(play())
