@@ -77,7 +77,7 @@ class Screen:
 
     @contextmanager
     def stages(self) -> Iterator[Callable[[str, Unit], Progress]]:
-        """Stages one after the other: the block makes a progress for each; the first call of one ends the one before."""
+        """Stages one after the other: the block makes a progress for each; its first call ends the one before."""
         with ExitStack() as shown:
             def make(title: str, unit: Unit) -> Progress:
                 progress: Progress | None = None

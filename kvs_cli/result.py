@@ -77,13 +77,18 @@ class Drafts:
 
     def as_json(self) -> dict[str, Any]:
         """Part of the object that ``--json`` prints."""
-        types = {
+        by_type = {
             name: {"drafts": stats.drafts, "drafted": stats.drafted_tokens, "accepted": stats.accepted_tokens}
             for name, stats in self.by_type.items()
         }
         return {
-            "rounds": self.rounds, "drafted": self.drafted, "accepted": self.accepted,
-            "synthetic_acceptance": self.synthetic, "types": types,
+            "types": list(by_type),
+            "rounds": self.rounds,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "mean_width": (self.rounds + self.drafted) / max(1, self.rounds),
+            "synthetic": self.synthetic,
+            "by_type": by_type,
         }
 
 
@@ -134,7 +139,9 @@ class RunResult:
             "text": self.text,
             "stop_reason": self.stop_reason,
             "seed": self.seed,
-            "timings": asdict(self.timings),
+            "timings": asdict(self.timings) | ({} if self.drafts is None else {
+                "draft_n": self.drafts.drafted, "draft_n_accepted": self.drafts.accepted,
+            }),
             "kv": {
                 "mode": kv.mode,
                 "arena_bytes": kv.arena_bytes,
@@ -153,7 +160,7 @@ class RunResult:
                 "repartitions": stats.repartitions,
                 "history_bytes": stats.history_bytes,
             },
-            "speculation": None if self.drafts is None else self.drafts.as_json(),
+            "spec": None if self.drafts is None else self.drafts.as_json(),
             "probs": [
                 {"id": step.id, "logprob": step.logprob, "top": [[top.id, top.logprob] for top in step.top]}
                 for step in self.probs

@@ -7,6 +7,7 @@
     ├── CapabilityError    a sound request that this device or this version has no code for
     ├── BudgetError        an arena or a pool too small for what was asked; carries needed and given MiB
     ├── ContextError       more tokens than the context holds; carries both numbers
+    ├── SessionFileError   a saved session that cannot be written, is damaged, or is of another model or layout
     └── DeviceError        the device, its memory or its copies failed; the host history is still valid
 
 Broken invariants of our own are ``AssertionError``: they are bugs, not situations.
@@ -51,6 +52,10 @@ class ContextError(KvsError):
         super().__init__(message)
         self.prompt_tokens = prompt_tokens
         self.context_tokens = context_tokens
+
+
+class SessionFileError(KvsError):
+    """A saved session that cannot be written or taken up. The message names the file."""
 
 
 class DeviceError(KvsError):

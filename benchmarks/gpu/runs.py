@@ -15,10 +15,18 @@ from benchmarks.gpu.rates import milliseconds
 from kvs_core.device.base import PASSED, Fence, PassedFence, StepInputs
 from kvs_core.device.cuda.cupy_runtime import CupyRuntime
 from kvs_core.device.cuda.device import CudaDevice
+from kvs_core.engine.budget import NO_DRAFTING, Drafting
 from kvs_core.engine.engine import Engine
+from kvs_core.engine.round import generate
+from kvs_core.engine.session import Session
+from kvs_core.engine.speculation import make_speculation
 from kvs_core.formats.gguf import GgufFile
+from kvs_core.formats.tokenizer import Tokenizer
 from kvs_core.memory.phases import Phase
 from kvs_core.models.blocks import Attention
+from kvs_core.sampling.chain import Sampler
+from kvs_core.sampling.params import SamplingParams
+from kvs_core.settings.drafters import SpeculativeSettings
 from kvs_core.settings.rooms import ContextSettings, KvSettings, RopeSettings
 from kvs_core.streaming.layer_kv import cut
 
@@ -26,12 +34,14 @@ PROMPT = 4096   # tokens that are really read
 
 
 @contextmanager
-def engine_on(file: GgufFile, *, context: int, ubatch: int, arena_mib: int | None = None) -> Iterator[Engine]:
+def engine_on(
+    file: GgufFile, *, context: int, ubatch: int, arena_mib: int | None = None, drafting: Drafting = NO_DRAFTING
+) -> Iterator[Engine]:
     """An engine of its own. Without ``arena_mib`` the arena holds every page."""
     kv = KvSettings(type_k="q8_0", type_v="q4_0", arena_mib=arena_mib, fit=False)
     engine = Engine(
         file, CudaDevice(CupyRuntime()), context=ContextSettings(ctx_size=context, ubatch=ubatch, batch=ubatch), kv=kv,
-        rope=RopeSettings(),
+        rope=RopeSettings(), drafting=drafting,
     )
     try:
         yield engine
@@ -115,7 +125,7 @@ def decode(engine: Engine, rows: int, steps: int, *, keep: int | None = None) ->
                 assert best is not None
                 got = perf_counter()
                 step.settle(rows if keep is None else keep)
-                ids[0] = best.ids[0]
+                ids[0] = best[0].ids[0]
             done = perf_counter()
             after = device.counters()
             if number >= 3:
@@ -174,6 +184,63 @@ def weight_bytes(engine: Engine) -> int:
     """Bytes of matrices that a decode step reads."""
     device: Any = engine._device
     return int(device._weights.held_bytes)
+
+
+@dataclass(frozen=True)
+class Text:
+    """Some generated text: its tokens and rounds, and what a round took by the host's clock (median)."""
+
+    tokens_per_s: float
+    rounds: int
+    tokens: int
+    round_ms: float
+    drafted: int
+    accepted: int
+
+
+def text(engine: Engine, vocab: Tokenizer, settings: SpeculativeSettings, tokens: int) -> Text:
+    """Greedy text behind what is committed, drafted as ``settings`` say."""
+    session = Session(engine)
+    session.tokens = tokens_of(engine, engine.committed).tolist()
+    sampler = Sampler(
+        SamplingParams(temperature=0.0, seed=1), n_vocab=engine.spec.n_vocab, vocab=vocab, eog_ids=()
+    )
+    speculation = make_speculation(engine, settings, sampler, ())
+    first = np.zeros(engine.spec.n_vocab, np.float32)
+    first[1] = 1.0
+    times = []
+    for token in generate(
+        session, sampler, first, n_predict=tokens, eog_ids=frozenset(), speculation=speculation
+    ):
+        times.append(perf_counter())
+        assert token.id >= 0
+    skipped = len(times) // 4   # recordings, and the policy settles
+    # Tokens of one round come at once: a pause is a round.
+    pauses = np.diff(times[skipped:])
+    rounds = pauses[pauses > 1e-3]
+    stats = list(speculation.stats.values()) if speculation else []
+    return Text(
+        len(pauses) / (times[-1] - times[skipped]), len(rounds), len(pauses), 1e3 * float(np.median(rounds)),
+        sum(each.drafted_tokens for each in stats), sum(each.accepted_tokens for each in stats),
+    )
+
+
+def resident_draft_ms(engine: Engine, drafts: int) -> float:
+    """Milliseconds of one row drafted on resident pages, by the host's clock, its guess included."""
+    taken = []
+    for _ in range(4):
+        with engine.open(1 + drafts) as step:
+            token = 1
+            for _ in range(drafts):
+                start = perf_counter()
+                step.draft_resident(token)
+                best = step.best(1)
+                assert best is not None
+                token = int(best[0].ids[0])
+                taken.append(1e3 * (perf_counter() - start))
+            step.run([1])
+            step.settle(0)
+    return float(np.median(taken[drafts:]))
 
 
 def prefill_ms(engine: Engine, tokens: int, ubatch: int) -> float:

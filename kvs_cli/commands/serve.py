@@ -120,7 +120,10 @@ class Server:
 
 
 def _room(settings: ServeSettings, model: OpenModel, engine: Engine) -> Room:
-    return Room(PrefixConversation(Session(engine)), model.tokenizer, Metrics(), special=settings.replies.special)
+    return Room(
+        PrefixConversation(Session(engine)), model.tokenizer, Metrics(), speculative=settings.engine.speculative,
+        special=settings.replies.special,
+    )
 
 
 def _defaults(settings: ServeSettings, model: OpenModel) -> Defaults:
@@ -129,7 +132,7 @@ def _defaults(settings: ServeSettings, model: OpenModel) -> Defaults:
         sampling=SamplingParams.resolve(model.file.metadata, settings.sampling),
         n_predict=settings.engine.context.n_predict,
         stop=replies.stop,
-        cache_prompt=settings.cache_prompt,
+        cache_prompt=settings.cache.reuse,
         ping_s=settings.listen.ping_s,
         thought_limit=replies.thought_limit,
         thought_message=replies.thought_message,

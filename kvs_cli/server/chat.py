@@ -6,11 +6,12 @@ OpenAI's shape is the one that is understood; Anthropic's and the Responses API'
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvs_cli.server.errors import ApiError, bad_request
+from kvs_cli.server.errors import bad_request
 from kvs_cli.server.fields import Fields, missing, refuse
 from kvs_cli.server.generation import Task
 from kvs_cli.server.options import Options
@@ -21,7 +22,9 @@ from kvs_core.formats.chat_output import ChatParser
 from kvs_core.formats.reasoning import ReasoningTags, is_open, reasoning_tags
 from kvs_core.formats.tool_calls import CALL_END, CALL_START, ToolNotation, tool_notation, tools_text
 from kvs_core.sampling.constrained import AllOf, Constraint
-from kvs_core.sampling.thoughts import AfterThoughts, ThoughtLimit
+from kvs_core.sampling.thoughts import AfterText, ThoughtLimit
+
+LOGGER = logging.getLogger(__name__)
 
 _CHOICES = ("auto", "none", "required")
 _FORMATS = ("none", "auto", "deepseek", "deepseek-legacy")
@@ -88,8 +91,8 @@ def read_chat(body: Fields, service: Service) -> Chat:
         text=text, options=options, tags=tags if fmt != "none" and parses else None, is_open=is_open(text, tags),
         notation=tool_notation(service.template.text),
         tools=tuple(tools) if choice != "none" and parses else (),
-        several=body.flag("parallel_tool_calls", service.template.supports_tools), tool_choice=choice, continued=continued,
-        inline=fmt == "deepseek-legacy",
+        several=body.flag("parallel_tool_calls", service.template.supports_tools), tool_choice=choice,
+        continued=continued, inline=fmt == "deepseek-legacy",
     )
 
 
@@ -209,17 +212,12 @@ def _joined(content: object) -> str:
 
 
 def _constraint(chat: Chat, service: Service) -> Constraint | None:
-    """The limit on thoughts, and behind these the grammar, the schema, or the call that is required."""
+    """The limit on thoughts, and behind these the grammar, the schema, or the calls."""
     tags = reasoning_tags(service.template.text)
     tokenizer = service.model.tokenizer
-    try:
-        rule = service.constraint(chat.options)
-        if rule is None and chat.tools and chat.tool_choice == "required":
-            rule = service.grammars.for_calls(chat.notation, chat.tools, several=chat.several)
-    except SettingsError as error:
-        raise ApiError("invalid_request_error", str(error)) from None
-    if rule is not None and chat.is_open:
-        rule = AfterThoughts(rule, tokenizer, end=tags.end)
+    rule = service.constraint(chat.options) or _call_rule(chat, service)
+    if rule is not None and chat.is_open and not isinstance(rule, AfterText):
+        rule = AfterText(rule, tokenizer, text=tags.end)
     if chat.options.thought_limit < 0:
         return rule
     limit = ThoughtLimit(
@@ -228,3 +226,18 @@ def _constraint(chat: Chat, service: Service) -> Constraint | None:
         is_open=chat.is_open,
     )
     return limit if rule is None else AllOf(limit, rule)
+
+
+def _call_rule(chat: Chat, service: Service) -> Constraint | None:
+    """What tool calls have to look like: from the start where one is required, else from the tag that opens one."""
+    if not chat.tools:
+        return None
+    required = chat.tool_choice == "required"
+    try:
+        rule = service.grammars.for_calls(chat.notation, chat.tools, several=chat.several, is_open=not required)
+    except SettingsError as error:
+        if required:
+            raise
+        LOGGER.warning("calls of these tools are not held to their schemas: %s", error)
+        return None
+    return rule if required else AfterText(rule, service.model.tokenizer, text=CALL_START, exactly=True)

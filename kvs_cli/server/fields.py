@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 from kvs_cli.server.errors import ApiError, bad_request
+
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 class Fields(Mapping[str, Any]):
@@ -77,12 +80,25 @@ def read_fields(body: bytes) -> Fields:
         raise bad_request(f"the request is no JSON: {_short(error)}") from None
     if not isinstance(value, dict):
         raise bad_request("the request must be a JSON object")
+    if _SURROGATE.search(body):
+        value = _encodable(value)
     return Fields(value)
 
 
 def missing(name: str) -> ApiError:
     """The 400 for a field that has to be there."""
     return bad_request(f"'{name}' is required")
+
+
+def _encodable(value: Any) -> Any:
+    """The value with U+FFFD for halves of characters, which JSON can spell but no text in UTF-8 can hold."""
+    if isinstance(value, str):
+        return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    if isinstance(value, list):
+        return [_encodable(each) for each in value]
+    if isinstance(value, dict):
+        return {_encodable(name): _encodable(each) for name, each in value.items()}
+    return value
 
 
 def _no_number(text: str) -> NoReturn:

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,11 +21,17 @@ from kvs_cli.server.options import Options
 from kvs_cli.server.slot import Conversation, SlotView
 from kvs_core.engine.engine import KvReport
 from kvs_core.engine.round import Token, accept_prompt, generate
+from kvs_core.engine.speculation import Speculation
 from kvs_core.formats.tokenizer import StopMatcher, Tokenizer, Utf8Stream
 from kvs_core.sampling.candidates import Candidates
-from kvs_core.sampling.chain import Pick
+from kvs_core.sampling.chain import Pick, Sampler
 from kvs_core.sampling.constrained import ConstrainedSampler, Constraint
 from kvs_core.sampling.logprobs import TokenLogprob, TokenProbs
+from kvs_core.settings import SpeculativeSettings
+from kvs_core.speculative.drafter import Drafter, DraftStats
+from kvs_core.speculative.ngram import ngram_drafters
+
+LOGGER = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +60,12 @@ class Timings:
     prompt_ms: float
     predicted_n: int = 0
     predicted_ms: float = 0.0
+    drafted_n: int = 0
+    accepted_n: int = 0
 
     def as_json(self) -> dict[str, Any]:
-        """``timings`` of a reply."""
-        return {
+        """``timings`` of a reply; of drafts only where there were some."""
+        times = {
             "cache_n": self.cache_n,
             "prompt_n": self.prompt_n,
             "prompt_ms": self.prompt_ms,
@@ -67,6 +76,8 @@ class Timings:
             "predicted_per_token_ms": _ratio(self.predicted_ms, self.predicted_n - 1),
             "predicted_per_second": _ratio((self.predicted_n - 1) * 1e3, self.predicted_ms),
         }
+        drafts = {"draft_n": self.drafted_n, "draft_n_accepted": self.accepted_n} if self.drafted_n else {}
+        return times | drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +163,21 @@ class Room:
     conversation: Conversation
     tokenizer: Tokenizer
     metrics: Metrics
+    speculative: SpeculativeSettings = field(default_factory=SpeculativeSettings)
     special: bool = False
     view: SlotView = field(default_factory=SlotView)
+    _ngrams: list[Drafter] = field(init=False)   # remember earlier requests
+
+    def __post_init__(self) -> None:
+        self.view.speculative = bool(self.speculative.types)
+        self._ngrams = list(ngram_drafters(self.speculative, n_vocab=self.conversation.session.engine.spec.n_vocab))
+
+    def speculation(self, sampler: Sampler) -> Speculation | None:
+        """For one request; None without drafters."""
+        if not self.speculative.types:
+            return None
+        engine = self.conversation.session.engine
+        return Speculation(engine, self.speculative, sampler, self._ngrams, self.tokenizer.eog_ids)
 
     @property
     def report(self) -> KvReport:
@@ -176,6 +200,7 @@ class Generation:
         self._new_line = False
         self._timings = Timings(0, 0, 0.0)
         self._prompt_done_s = 0.0
+        self._speculation: Speculation | None = None
 
     def __call__(self, job: Job[Event]) -> None:
         """Do it all; emits ``Failed`` for whatever goes wrong."""
@@ -191,6 +216,11 @@ class Generation:
             end = Failed(ApiError("unavailable_error", "the request was cancelled"))
         except Exception as error:
             end = Failed(api_error(error))
+        if isinstance(end, Finished):
+            times = end.timings
+            LOGGER.info("request %d: %d prompt tokens, %d of them cached; %d tokens, %.1f tokens/s; stop: %s",
+                        self._task.id, len(self._task.prompt), times.cache_n, times.predicted_n,
+                        times.as_json()["predicted_per_second"], end.stop)  # fmt: skip
         view.processing = view.has_next_token = False
         job.emit(end)   # last: who reads it finds the slot free
 
@@ -205,7 +235,7 @@ class Generation:
             stop, word, truncated, text = self._write(job, sampler, logits)
         finally:
             held = len(self._room.conversation.session.tokens)
-            self._room.metrics.add_text(self._made, self._timings.predicted_ms / 1e3, held)
+            self._room.metrics.add_text(self._made, self._timings.predicted_ms / 1e3, held, self._drafts)
         return Finished(stop, word, self._piece(text), self._timings, held, truncated, self._new_line)
 
     def _sampler(self) -> RequestSampler:
@@ -228,6 +258,7 @@ class Generation:
         room.metrics.cached_tokens += cached
         room.view.prompt_cached = room.view.prompt_processed = cached
         job.emit(Started(len(prompt), cached))
+        job.emit(Progress(len(prompt), cached, cached, 0.0))
         counted = 0
 
         def progress(done: int, _all: int) -> None:
@@ -248,9 +279,12 @@ class Generation:
         """Tokens until something ends the text: by what, the stop string, whether the context is full, the last text.
         """
         room, options = self._room, self._options
+        # What the chain left of a drafted token is not kept, so those who ask for it get no drafts.
+        self._speculation = None if sampler.keep_picks else room.speculation(sampler)
         tokens = generate(
             room.conversation.session, sampler, logits, n_predict=options.tokens_at_most,
             eog_ids=room.tokenizer.eog_ids, n_probs=0 if sampler.keep_picks else options.sampling.n_probs,
+            speculation=self._speculation,
         )
         with closing(tokens):   # type: ignore[type-var]  # a generator, though it is declared as an iterator
             for token in tokens:
@@ -279,6 +313,7 @@ class Generation:
         self._timings = Timings(
             self._timings.cache_n, self._timings.prompt_n, self._timings.prompt_ms, self._made,
             (time.perf_counter() - self._prompt_done_s) * 1e3,
+            sum(each.drafted_tokens for each in self._drafts), sum(each.accepted_tokens for each in self._drafts),
         )
         self._tokens.append(token.id)
         if token.probs is not None:
@@ -292,6 +327,11 @@ class Generation:
         view.decoded, view.has_new_line = self._made, self._new_line
         view.remaining = self._options.tokens_at_most - self._made if self._options.tokens_at_most >= 0 else -1
         return text
+
+    @property
+    def _drafts(self) -> Collection[DraftStats]:
+        """Counts per drafter, of this request."""
+        return () if self._speculation is None else self._speculation.stats.values()
 
     def _piece(self, text: str) -> Piece:
         piece = Piece(text, tuple(self._tokens), tuple(self._probs), len(self._task.prompt), self._timings)

@@ -30,8 +30,8 @@ class JsonReply(Response):
 
 
 def dumped(value: object) -> bytes:
-    """JSON text in UTF-8; a lone surrogate, which JSON can spell and UTF-8 cannot, becomes a question mark."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(errors="replace")
+    """JSON text in UTF-8."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
 def frame(value: object, event: str | None = None) -> bytes:

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvs_core.engine.engine import KvReport
+from kvs_core.speculative.drafter import DraftStats
 
 
 @dataclass(slots=True)
@@ -39,8 +40,16 @@ class Metrics:
         self.since_prompt_s += seconds
         self.decodes += 1
 
-    def add_text(self, tokens: int, seconds: float, held: int) -> None:
-        """A request that ended with ``held`` tokens in the slot."""
+    def add_text(self, tokens: int, seconds: float, held: int, drafts: Iterable[DraftStats]) -> None:
+        """A request that ended with ``held`` tokens in the slot, and what its drafters did."""
+        for stats in drafts:
+            self.drafts += stats.drafts
+            self.draft_tokens += stats.drafted_tokens
+            self.accepted_tokens += stats.accepted_tokens
+            missing = len(stats.accepted_at) - len(self.accepted_by_position)
+            self.accepted_by_position += [0] * missing
+            for position, count in enumerate(stats.accepted_at):
+                self.accepted_by_position[position] += count
         self.predicted_tokens += tokens
         self.predicted_s += seconds
         self.since_predicted_tokens += tokens

@@ -52,7 +52,6 @@ class Options:
     cache_prompt: bool
     post_sampling_probs: bool
     t_max_predict_ms: int
-    id_slot: int
     response_fields: tuple[str, ...]
     grammar: str
     json_schema: Mapping[str, Any] | None
@@ -75,6 +74,7 @@ class Options:
             raise bad_request(f"Field '{body.first('n_cmpl', 'n')}': Value must be between 1 <= value <= 1")
         if body.array("lora"):
             raise bad_request("Field 'lora': kvs applies no adapters; leave it out")
+        body.whole("id_slot", -1)   # there is one slot, and any number means it
         thoughts = body.first("reasoning_budget_tokens", "thinking_budget_tokens")
         limit_asked = body.whole(thoughts, -1, least=-1)
         return Options(
@@ -89,7 +89,6 @@ class Options:
             cache_prompt=body.flag("cache_prompt", defaults.cache_prompt),
             post_sampling_probs=body.flag("post_sampling_probs", False),
             t_max_predict_ms=body.whole("t_max_predict_ms", -1),
-            id_slot=body.whole("id_slot", -1),
             response_fields=_texts(body, "response_fields"),
             grammar=body.text("grammar"),
             json_schema=_schema(body),
@@ -127,7 +126,6 @@ class Options:
             "grammar_triggers": [],
             "preserved_tokens": [],
             "samplers": list(p.samplers),
-            "speculative.types": "none",
             "timings_per_token": self.timings_per_token,
             "post_sampling_probs": self.post_sampling_probs,
             "backend_sampling": False,

@@ -59,7 +59,7 @@ class Service:
         """A task under the next number. ``settings``: what its reply shows besides the options."""
         shown = options.as_json() | {
             "chat_format": "Content-only", "reasoning_format": "none", "reasoning_in_content": False,
-            "generation_prompt": "", **settings,
+            "generation_prompt": "", "speculative.types": ",".join(self.room.speculative.types) or "none", **settings,
         }  # fmt: skip
         return Task(next(self._ids), prompt, options, shown, constraint, visible)
 

@@ -64,6 +64,7 @@ def shared(a: Sequence[int], b: Sequence[int]) -> int:
 class SlotView:
     """What /slots shows of the request in progress, or of the last one. The engine's thread writes, others read."""
 
+    speculative: bool = False
     task: int = -1
     processing: bool = False
     params: dict[str, Any] | None = None
@@ -78,7 +79,7 @@ class SlotView:
     def as_json(self, n_ctx: int) -> dict[str, Any]:
         """One entry of /slots."""
         shown: dict[str, Any] = {
-            "id": 0, "n_ctx": n_ctx, "speculative": False, "is_processing": self.processing,
+            "id": 0, "n_ctx": n_ctx, "speculative": self.speculative, "is_processing": self.processing,
         }  # fmt: skip
         if self.params is None:
             return shown

@@ -500,6 +500,10 @@ class Device(Protocol):
         """The contents will be overwritten before they are read again (a debug device poisons them)."""
         ...
 
+    def upload(self, buffer: Buffer, values: np.ndarray) -> None:
+        """Fill a buffer from the host, in order with the compute stream; blocks until that is done. Between steps."""
+        ...
+
     def download(self, buffer: Buffer) -> np.ndarray:
         """A host copy, after all work on the compute stream. The only synchronisation in a step, for logits or ids."""
         ...

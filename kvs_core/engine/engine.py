@@ -15,13 +15,16 @@ Leaving the block without ``settle`` drops the step's rows. One sequence at a ti
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+
+import numpy as np
 
 from kvs_core.device.base import Device
 from kvs_core.engine.budget import NO_DRAFTING, BudgetDevice, Drafting, plan_budget
 from kvs_core.engine.captured import CapturedSteps
+from kvs_core.engine.checkpoints import Checkpoint
 from kvs_core.engine.step import Kept, Step, StepParts
 from kvs_core.formats.gguf import GgufFile
 from kvs_core.memory.arena import Arena
@@ -169,6 +172,41 @@ class Engine:
         self._state.reset()
         self._state.restore(tokens)
         self._kept.rows = 0
+
+    def checkpoint(self) -> Checkpoint:
+        """What is needed, beside the history, to come back to the committed tokens. Blocks; between steps."""
+        hidden = None
+        if self._model.nextn is not None:
+            hidden = self._device.download(self._model.nextn.hidden[self._kept.rows])
+        return Checkpoint(self._state.snapshot(), hidden)
+
+    def go_back(self, checkpoint: Checkpoint) -> None:
+        """Be behind the tokens of a checkpoint of this sequence again. Blocks; between steps."""
+        self._kv.truncate(checkpoint.position)
+        self._state.take_back(checkpoint.state)
+        if self._model.nextn is not None and checkpoint.hidden is not None:
+            self._device.upload(self._model.nextn.hidden[0], checkpoint.hidden)
+        self._kept.rows = 0
+
+    def pages(self) -> Iterator[tuple[int, int, np.ndarray]]:
+        """Layer, page and bytes of everything committed, from the history; sends home what is not there yet. Blocks."""
+        self._kv.drain()
+        for layer in range(self._kv.layers):
+            for page in range(self.geometry.pages_of(self.committed)):
+                yield layer, page, self._kv.history_page(layer, page)
+
+    def take_up(self, pages: Iterable[tuple[int, int, bytes]], checkpoint: Checkpoint, tokens: int) -> None:
+        """Begin behind ``tokens`` tokens whose pages and state come from elsewhere; what was here is forgotten."""
+        self.rewind(0)
+        for layer, page, data in pages:
+            self._kv.room_for(layer, page)[:] = np.frombuffer(data, np.uint8)
+        self._kv.restore(tokens)
+        self.go_back(checkpoint)
+
+    @property
+    def kv_layers(self) -> int:
+        """Layers with keys and values, the MTP block's included."""
+        return self._kv.layers
 
     def step(self, tokens: Sequence[int], phase: Phase) -> Step:
         """Run the rows ``tokens`` behind the committed ones. Enters ``phase`` first."""

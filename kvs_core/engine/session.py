@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvs_core.engine.checkpoints import Checkpoints
 from kvs_core.engine.engine import Engine
 from kvs_core.errors import ContextError
 from kvs_core.memory.phases import Phase
@@ -21,9 +22,15 @@ from kvs_core.units import Progress
 class Session:
     """The tokens of one sequence and the steps that extend it."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, checkpoints: Checkpoints | None = None, *, checkpoint_tokens: int = 0) -> None:
+        """
+        checkpoints        where to keep those of a model with recurrent layers; None: none are made
+        checkpoint_tokens  least distance of two that a prompt makes
+        """
         self.engine = engine
         self.tokens: list[int] = []
+        self._checkpoints = None if engine.can_rewind else checkpoints
+        self._checkpoint_tokens = checkpoint_tokens
 
     @property
     def context_left(self) -> int:
@@ -51,9 +58,42 @@ class Session:
                     logits.append(step.logits())
                 step.settle()
             self.tokens.extend(part)
+            self._checkpoint(done == len(prompt))
             if progress is not None:
                 progress(done, len(prompt))
         return np.concatenate(logits)
+
+    def keep_common(self, prompt: Sequence[int]) -> int:
+        """Go back to the longest beginning of ``prompt`` that need not be read again, and return its tokens.
+
+        At least one token is left to be read: it gives the logits that the text begins with. A model with recurrent
+        layers stays where it is, goes back to a checkpoint, or begins anew.
+        """
+        common = common_prefix(self.tokens, prompt[:-1])
+        if common < len(self.tokens):
+            self._go_back(common)
+        return len(self.tokens)
+
+    def _go_back(self, tokens: int) -> None:
+        if self.engine.can_rewind:
+            self.rewind(tokens)
+            return
+        held = None if self._checkpoints is None else self._checkpoints.best(tokens)
+        if held is None:
+            self.rewind(0)
+        else:
+            self.engine.go_back(held)
+            del self.tokens[held.position :]
+        if self._checkpoints is not None:
+            self._checkpoints.forget_behind(len(self.tokens))
+
+    def _checkpoint(self, is_end: bool) -> None:
+        """Within a prompt at its distance, and at its end: a next turn goes on there, or differs just behind."""
+        if self._checkpoints is None:
+            return
+        last = self._checkpoints.positions[-1] if len(self._checkpoints) else 0
+        if len(self.tokens) > last and (is_end or len(self.tokens) - last >= self._checkpoint_tokens > 0):
+            self._checkpoints.add(self.engine.checkpoint())
 
     def rewind(self, tokens: int) -> None:
         """Go on behind the first ``tokens`` tokens; see ``Engine.rewind``."""
@@ -68,6 +108,14 @@ class Session:
             step.settle()
         self.tokens.append(token)
         return logits
+
+
+def common_prefix(held: Sequence[int], wanted: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    most = min(len(held), len(wanted))
+    if held[:most] == wanted[:most]:
+        return most
+    return next(index for index in range(most) if held[index] != wanted[index])
 
 
 def check_prompt(prompt_tokens: int, context: ContextPlan) -> None:

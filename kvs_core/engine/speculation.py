@@ -137,9 +137,9 @@ class Speculation:
         """The round is over; its step took ``step_s`` seconds."""
         self.rounds += 1
         self._history.extend(verdict.tokens[:-1])
-        own = self._draft.source in self._models
+        by_ngram = len(self._draft) > 0 and self._draft.source not in self._models
         self._payback.observe(
-            self._choice if own else Choice(), drafted=len(self._draft), accepted=verdict.accepted,
+            Choice() if by_ngram else self._choice, drafted=len(self._draft), accepted=verdict.accepted,
             draft_s=self._draft_s, step_s=step_s,
         )
         self._mix.accept(verdict)

@@ -70,12 +70,21 @@ class GrammarCompiler:
         lark = f"start: /[ \\n]{{0,4}}/ %json {_schema_text(schema or {'type': 'object'})}"
         return self._compile(LLMatcher.grammar_from_lark(lark), "JSON schema conversion failed")
 
-    def for_calls(self, notation: ToolNotation, tools: Sequence[Mapping[str, Any]], *, several: bool) -> Rule:
-        """One tool call, or ``several``, in a notation of ``tool_calls``, and nothing else."""
+    def for_calls(
+        self, notation: ToolNotation, tools: Sequence[Mapping[str, Any]], *, several: bool, is_open: bool = False
+    ) -> Rule:
+        """One tool call, or ``several``, in a notation of ``tool_calls``, and nothing else.
+
+        ``is_open``: the tag that opens the first one was written already.
+        """
         functions = [tool["function"] for tool in tools]
-        build = _xml_calls if notation is ToolNotation.XML else _json_calls
-        lark = "\n".join([f'start: /[ \\n]{{0,4}}/ call{" (NL call)*" if several else ""}', "NL: /\\n{0,2}/",
-                          *build(functions)])
+        first = "inner" if is_open else "/[ \\n]{0,4}/ call"
+        lark = "\n".join([
+            f"start: {first} (NL call)*" if several else f"start: {first}",
+            "NL: /\\n{0,2}/",
+            f"call: {_text(CALL_START)} inner",
+            *(_xml_calls(functions) if notation is ToolNotation.XML else _json_calls(functions)),
+        ])
         return self._compile(LLMatcher.grammar_from_lark(lark), "the tools make no grammar")
 
     @cached_property
@@ -128,20 +137,20 @@ def _json_calls(functions: Sequence[Mapping[str, Any]]) -> list[str]:
     calls = [{"type": "object", "properties": {"name": {"const": f["name"]}, "arguments": _parameters(f)},
               "required": ["name", "arguments"], "additionalProperties": False} for f in functions]
     schema = calls[0] if len(calls) == 1 else {"anyOf": calls}
-    begin, end = _text(f"{CALL_START}\n"), _text(f"\n{CALL_END}")
-    return [f"call: {begin} body {end}", f"body: %json {_schema_text(schema)}"]
+    newline, end = _text("\n"), _text(f"\n{CALL_END}")
+    return [f"inner: {newline} body {end}", f"body: %json {_schema_text(schema)}"]
 
 
 def _xml_calls(functions: Sequence[Mapping[str, Any]]) -> list[str]:
     close = _text(f"</function>\n{CALL_END}")
     end = _text("\n</parameter>\n")
-    rules = ["call: " + " | ".join(f"f{index}" for index in range(len(functions))),
+    rules = ["inner: " + " | ".join(f"f{index}" for index in range(len(functions))),
              f"text[suffix={end}]: /(?s:.*)/"]
     for index, function in enumerate(functions):
         schema = _parameters(function)
         properties = schema.get("properties")
         required = schema.get("required")
-        parts = [_text(f"{CALL_START}\n<function={function['name']}>\n")]
+        parts = [_text(f"\n<function={function['name']}>\n")]
         for number, (name, each) in enumerate(dict(properties if isinstance(properties, Mapping) else {}).items()):
             rule = f"f{index}p{number}"
             begin = _text(f"<parameter={name}>\n")

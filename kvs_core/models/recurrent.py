@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from enum import Enum
 from math import prod
 
@@ -52,6 +53,22 @@ def state_bytes(spec: ModelSpec, max_rows: int = MAX_ROWS) -> int:
     return numbers * np.dtype(_DTYPE).itemsize
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class StateSnapshot:
+    """Recurrent layers at a position, on the host: per layer the state, and the inputs of its convolution.
+
+    The bits that a run to that position leaves; what the rings hold beside is never read.
+    """
+
+    position: int
+    layers: Mapping[int, tuple[np.ndarray, np.ndarray]]
+
+    @property
+    def size_bytes(self) -> int:
+        """Host memory."""
+        return sum(array.nbytes for pair in self.layers.values() for array in pair)
+
+
 class DraftStates:
     """Recurrent layers in one row of a draft: what is pending, drafted rows before it included, is applied on the fly.
 
@@ -80,6 +97,7 @@ class RecurrentState:
 
     def __init__(self, spec: ModelSpec, device: Device, max_rows: int = MAX_ROWS) -> None:
         """Allocate zeroed states and rings beside the arena: ``state_bytes(spec, max_rows)``."""
+        self._device = device
         self._ops = device.ops
         self._max_rows = max_rows
         self._shapes = {layer.index: layer.gdn for layer in spec.layers if layer.gdn is not None}
@@ -162,6 +180,24 @@ class RecurrentState:
         self._check_whole()
         assert self._mode is _Mode.IDLE, f"flush while {self._mode.value}"
         self._apply_pending(self._shapes)
+
+    def snapshot(self) -> StateSnapshot:
+        """A copy on the host. Flushes first; blocks."""
+        self.flush()
+        layers = {
+            index: (self._device.download(state.state), self._device.download(state.ring_x))
+            for index, state in self._states.items()
+        }
+        return StateSnapshot(self._position, layers)
+
+    def take_back(self, snapshot: StateSnapshot) -> None:
+        """Be as when the snapshot was made, from any mode. Blocks."""
+        self._mode = _Mode.BROKEN   # and so it stays if the operation fails
+        for index, (state, ring_x) in snapshot.layers.items():
+            self._device.upload(self._states[index].state, state)
+            self._device.upload(self._states[index].ring_x, ring_x)
+        self._position, self._pending = snapshot.position, 0
+        self._mode = _Mode.IDLE
 
     def restore(self, position: int) -> None:
         """Go on at ``position`` with the state as it is: rows came into the KV history from elsewhere."""

@@ -1,4 +1,4 @@
-"""Constraints that know where a model's thoughts begin and end: a limit on their length, and rules for what follows."""
+"""Constraints that know where a model's thoughts begin and end: a limit on their length, rules for what follows."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ from kvs_core.sampling.constrained import Constraint, Mask
 from kvs_core.sampling.vocab import VocabView
 
 
-class AfterThoughts:
-    """A constraint that begins behind the text that ends the thoughts."""
+class AfterText:
+    """A constraint that begins behind some text: behind that which ends the thoughts, or opens a tool call."""
 
-    def __init__(self, constraint: Constraint, vocab: VocabView, *, end: str) -> None:
+    def __init__(self, constraint: Constraint, vocab: VocabView, *, text: str, exactly: bool = False) -> None:
+        """``exactly``: it begins only where a token ends with the text, since what follows it is constrained too."""
         self._constraint = constraint
         self._vocab = vocab
-        self._end = end.encode()
+        self._text = text.encode()
+        self._exactly = exactly
         self._tail = b""
         self._begun = False
 
     def allowed(self) -> Mask | None:
-        """Anything, in the thoughts."""
+        """Anything, before the text."""
         return self._constraint.allowed() if self._begun else None
 
     def accept(self, token: int, /) -> None:
@@ -31,8 +33,8 @@ class AfterThoughts:
             self._constraint.accept(token)
             return
         self._tail += self._vocab.token_bytes(token, special=True)
-        self._begun = self._end in self._tail
-        self._tail = self._tail[-len(self._end) :]
+        self._begun = self._tail.endswith(self._text) if self._exactly else self._text in self._tail
+        self._tail = self._tail[-len(self._text) :]
 
 
 class ThoughtLimit:

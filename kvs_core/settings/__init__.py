@@ -34,11 +34,12 @@ from kvs_core.settings.rooms import (
     SyntheticModel,
     UrlModel,
 )
-from kvs_core.settings.serving import AccessSettings, ListenSettings, ReplySettings, ServeSettings
+from kvs_core.settings.serving import AccessSettings, CacheSettings, ListenSettings, ReplySettings, ServeSettings
 
 __all__ = [
     "KV_TYPES",
     "AccessSettings",
+    "CacheSettings",
     "ChatSettings",
     "ContextPlan",
     "ContextSettings",

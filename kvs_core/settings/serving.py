@@ -73,6 +73,18 @@ class ReplySettings:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheSettings:
+    """What stays between requests. reuse: a prompt's known beginning is not read again; ram_mib: for conversations set
+    aside, -1: no limit; checkpoints: of one conversation, at least checkpoint_tokens apart; folder: of saved slots."""
+
+    reuse: bool = True
+    ram_mib: int = 8192
+    checkpoints: int = 32
+    checkpoint_tokens: int = 8192
+    folder: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ServeSettings:
     """One ``kvs serve``. aliases: names of the model, the first in the alphabet being its id; metrics, props, slots:
     whether GET /metrics, POST /props and GET /slots answer."""
@@ -83,10 +95,10 @@ class ServeSettings:
     listen: ListenSettings = ListenSettings()
     access: AccessSettings = AccessSettings()
     replies: ReplySettings = ReplySettings()
+    cache: CacheSettings = CacheSettings()
     logging: LoggingSettings = field(default_factory=LoggingSettings)
     aliases: tuple[str, ...] = ()
     tags: tuple[str, ...] = ()
     metrics: bool = False
     props: bool = False
     slots: bool = True
-    cache_prompt: bool = True

@@ -36,7 +36,7 @@ from kvs_core.settings.rooms import (
     SyntheticModel,
     UrlModel,
 )
-from kvs_core.settings.serving import AccessSettings, ListenSettings, ReplySettings, ServeSettings
+from kvs_core.settings.serving import AccessSettings, CacheSettings, ListenSettings, ReplySettings, ServeSettings
 from kvs_core.settings.table import TABLE
 
 Values = Mapping[str, Any]
@@ -91,13 +91,16 @@ def serve_settings(values: Values, explicit: Collection[str], positionals: Seque
             preserve_thoughts=values["reasoning_preserve"], parse=not values["skip_chat_parsing"],
             continue_assistant=values["prefill_assistant"], verbose=values["verbose"],
         ),
+        cache=CacheSettings(
+            reuse=values["cache_prompt"], ram_mib=values["cache_ram"], checkpoints=values["ctx_checkpoints"],
+            checkpoint_tokens=values["checkpoint_min_step"], folder=values["slot_save_path"],
+        ),
         logging=logging_settings(values),
         aliases=values["alias"],
         tags=values["tags"],
         metrics=values["metrics"],
         props=values["props"],
         slots=values["slots"],
-        cache_prompt=values["cache_prompt"],
     )
 
 

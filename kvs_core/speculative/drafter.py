@@ -82,7 +82,7 @@ class DraftStats:
     begin_calls, draft_calls, accept_calls   requests; times it was asked; verifications of drafts of its own
     drafts, drafted_tokens                   drafts that were verified, and their tokens
     accepted_drafts, accepted_tokens         drafts of which a token was accepted; tokens accepted
-    accepted_at                              [widest draft] how often the token at each position was accepted
+    accepted_at                              by position in the draft, how often its token was accepted
     """
 
     begin_calls: int = 0

@@ -130,7 +130,7 @@ class NgramMap:
         """A place of ``gram``: the table's, else the last one in the prompt that is not indexed yet, else the last one
         behind it."""
         run = text.size - 1
-        place = int(self._table[_slots(text, np.array([run + 1 - self._size_n]), self._size_n)[0]])
+        place = int(self._table[_slots(gram, 0, 0, self._size_n)[0]])
         if 0 < place < run - self._size_n - self._size_m - 1 and same(text, place, gram):
             return place
         for first, last in self._ranges(run):
@@ -144,10 +144,9 @@ class NgramMap:
         taken before."""
         run = text.size - 1
         for first, last in self._ranges(run):
-            starts = np.arange(first, last + 1)
-            slots = _slots(text, starts, self._size_n)
-            free = self._table[slots] == 0
-            self._table[slots[free]] = starts[free]   # ascending: the last of equal slots stays
+            slots = _slots(text, first, last, self._size_n)
+            free = np.flatnonzero(self._table[slots] == 0)
+            self._table[slots[free]] = first + free   # ascending: the last of equal slots stays
         self._indexed = max(self._indexed, run - self._size_n - self._size_m - 1)
 
     def _key_of(self, text: Text, gram: Text, match: int) -> _Key:
@@ -181,17 +180,18 @@ class NgramMap:
         tokens = text[start : start + self._size_m]
         for value in key.values:
             if not value.count:
-                value.start, value.accepted = start, self._size_m
+                value.start = start
             elif not same(text, value.start, tokens):
                 continue
             value.count = min(value.count + 1, _MOST_COUNTED)
             return
 
 
-def _slots(text: Text, starts: Places, n: int) -> Places:
-    """Table slots of the n-grams at ``starts``: h = h * 2654435761 + token from 0, in 32 bits."""
-    hashes = np.zeros(starts.size, np.uint32)
+def _slots(text: Text, first: int, last: int, n: int) -> Places:
+    """Table slots of the n-grams that start in [first, last]: h = h * 2654435761 + token from 0, in 32 bits."""
+    count = max(last - first + 1, 0)
+    hashes = np.zeros(count, np.uint32)
     tokens = text.view(np.uint32)
-    for offset in range(n):
-        hashes = hashes * _MULTIPLIER + tokens[starts + offset]
+    for offset in range(first, first + n):
+        hashes = hashes * _MULTIPLIER + tokens[offset : offset + count]
     return (hashes % TABLE_SLOTS).astype(np.intp)

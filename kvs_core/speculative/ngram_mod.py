@@ -50,12 +50,12 @@ class NextTokens:
 
     def learn(self, text: Text, n: int, first: int, end: int) -> None:
         """What follows the n-grams of ``text`` that start in [first, end); a later one overwrites its slot."""
-        starts = np.arange(first, end)
-        tokens = text.astype(np.uint64)
-        hashes = np.zeros(starts.size, np.uint64)
+        tokens = text[first:].astype(np.uint64)
+        count = end - first
+        hashes = np.zeros(count, np.uint64)
         for offset in range(n):
-            hashes = hashes * np.uint64(_MULTIPLIER) + tokens[starts + offset]
-        self._tokens[(hashes % TABLE_SLOTS).astype(np.intp)] = text[starts + n]
+            hashes = hashes * np.uint64(_MULTIPLIER) + tokens[offset : offset + count]
+        self._tokens[(hashes % TABLE_SLOTS).astype(np.intp)] = text[first + n : end + n]
 
     def follower(self, gram: Iterable[int]) -> int | None:
         """The token that followed the n-gram last."""

@@ -154,14 +154,14 @@ class KvStream:
         self._forget_pages(pages)
 
     def restore(self, tokens: int) -> None:
-        """Take up a history that came from elsewhere, whole pages of it: the cache is empty, and ``room_for`` gave
-        the memory that was filled. What stays on the device comes with the next step."""
+        """Take up a history that came from elsewhere: the cache is empty, and ``room_for`` gave the memory that was
+        filled. What stays on the device comes with the next step."""
         assert self._step is None
-        assert tokens % self.geometry.page_tokens == 0, f"{tokens} tokens are no whole pages"
         self.cache.restore(tokens)
         self._pages = self.geometry.pages_of(tokens)
         # Where nothing is resident yet, cuts say that everything is streamed: the policy then takes back what fits.
-        self._state = replace(self._state, cuts=(self._pages // GROUP_PAGES * GROUP_PAGES,) * self.layers)
+        cut = tokens // self.geometry.page_tokens // GROUP_PAGES * GROUP_PAGES
+        self._state = replace(self._state, cuts=(cut,) * self.layers)
         self._forget_plans()
 
     def room_for(self, layer: int, page: int) -> np.ndarray:

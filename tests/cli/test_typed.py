@@ -25,7 +25,7 @@ from kvs_core.settings.drafters import (
 )
 from kvs_core.settings.setting import Command
 from kvs_core.settings.table import BY_KEY, TABLE
-from kvs_core.settings.typed import info_settings, run_settings
+from kvs_core.settings.typed import info_settings, run_settings, serve_settings
 
 
 def typed(*argv: str) -> RunSettings:
@@ -140,15 +140,16 @@ def test_every_setting_is_read_or_named(command: Command) -> None:
     """No flag is silently ignored: what works on a command is asked for there, the rest is refused or named."""
     read = {"config"}   # while the command line is read
     sampling = {setting.key for setting in TABLE if setting.api}
-    for argv in (["-m", "M", "-p", "x"], ["-hf", "a/b", "-p", "x"]):
-        parsed = parse(argv, {}, command)
+    for argv in (["-m", "M"], ["-hf", "a/b"]):
+        parsed = parse(argv if command == "serve" else [*argv, "-p", "x"], {}, command)
         values = Recorder(parsed.values)
         assert not app._act(replace(parsed, values=values), command)
         if command == "info":
             info_settings(values, parsed.positionals)
         else:
             for twin in ("samplers", "sampler_seq"):
-                run_settings(values, sampling - {twin}, parsed.positionals)
+                build = serve_settings if command == "serve" else run_settings
+                build(values, sampling - {twin}, parsed.positionals)
         read |= values.read
     usable = {setting.key for setting in TABLE if setting.usable(command)}
     assert {key for key in usable - read if not (BY_KEY[key].note or BY_KEY[key].refuse)} == set()

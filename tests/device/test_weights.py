@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvs_core.device.host import machine, weights
 from kvs_core.device.host.ops import basic
-from kvs_core.device.host.weights import Floats, HeldMatrix, HostMatrix, HostWeights, MappedMatrix
+from kvs_core.device.host.weights import Floats, HeldMatrix, HostMatrix, HostWeight, HostWeights, MappedMatrix
 from kvs_core.device.host.workers import Team
 from kvs_core.errors import DeviceError
 from kvs_core.formats.gguf import TensorInfo
@@ -73,7 +73,7 @@ def test_held_and_piecewise_products_are_equal_bit_for_bit(
             matrix = _prepared(info, limit)
             assert isinstance(matrix, MappedMatrix) == (limit == 0 and quant is not F32)
             out, embedded = np.empty((rows, n_out), np.float32), np.empty((rows, n_in), np.float32)
-            basic.matmul(x, matrix, out, phase=phase)
+            basic.matmul(x, HostWeight([matrix]), out, phase=phase)
             basic.embed(matrix, tokens, embedded)
             results.append(out.tobytes() + embedded.tobytes())
             values = dequantize_rows(info, 0, n_out)
@@ -89,10 +89,10 @@ def test_a_matrix_of_several_full_pieces_gives_a_row_the_same_bits_beside_others
     assert len(matrix.pieces(Phase.DECODE)) > 2
     x = _random(5, 1024, 1)
     together = np.empty((5, 2600), np.float32)
-    basic.matmul(x, matrix, together, phase=Phase.DECODE)
+    basic.matmul(x, HostWeight([matrix]), together, phase=Phase.DECODE)
     for row in range(5):
         alone = np.empty((1, 2600), np.float32)
-        basic.matmul(x[row : row + 1].copy(), matrix, alone, phase=Phase.DECODE)
+        basic.matmul(x[row : row + 1].copy(), HostWeight([matrix]), alone, phase=Phase.DECODE)
         assert alone.tobytes() == together[row].tobytes()
 
 
@@ -117,7 +117,7 @@ def test_the_bits_are_the_same_for_every_number_of_threads(
         for threads in (1, 2, 3):
             team = Team(threads)
             out = np.full((rows, n_out), np.nan, np.float32)
-            basic.matmul(x, matrix, out, phase=phase, team=team)
+            basic.matmul(x, HostWeight([matrix]), out, phase=phase, team=team)
             results.append(out.tobytes())
             team.close()
     assert results[0] == results[1] == results[2]
@@ -131,10 +131,10 @@ def test_large_products_are_shared_and_threads_do_not_disturb_each_other(phase: 
     assert len(matrix.pieces(phase)) % 2 == 0
     x = _random(4, 1024, 1)
     alone, shared = np.empty((4, 2048), np.float32), np.empty((4, 2048), np.float32)
-    basic.matmul(x, matrix, alone, phase=phase)
+    basic.matmul(x, HostWeight([matrix]), alone, phase=phase)
     team, meeting = Team(2), threading.Barrier(2)
     with _before_each_read(lambda: meeting.wait(10)):
-        basic.matmul(x, matrix, shared, phase=phase, team=team)
+        basic.matmul(x, HostWeight([matrix]), shared, phase=phase, team=team)
     team.close()
     assert alone.tobytes() == shared.tobytes()
 
@@ -179,7 +179,7 @@ def test_a_row_longer_than_a_piece_is_a_piece() -> None:
         assert len(matrix.pieces(Phase.DECODE)) == 3
         out = np.empty((1, 3), np.float32)
         x = _random(1, 96, 1)
-        basic.matmul(x, matrix, out, phase=Phase.DECODE)
+        basic.matmul(x, HostWeight([matrix]), out, phase=Phase.DECODE)
         np.testing.assert_allclose(out, x @ dequantize_rows(info, 0, 3).T, rtol=1e-4)
 
 

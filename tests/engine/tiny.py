@@ -11,7 +11,7 @@ import numpy as np
 
 from kvs_core.device.base import Device
 from kvs_core.device.host.device import HostDebug, HostDevice
-from kvs_core.engine.budget import BudgetDevice, arena_for, plan_budget
+from kvs_core.engine.budget import NO_DRAFTING, BudgetDevice, Drafting, arena_for, plan_budget
 from kvs_core.engine.engine import Engine
 from kvs_core.engine.session import Session
 from kvs_core.formats.gguf import GgufFile
@@ -38,12 +38,14 @@ def engine(
     debug: HostDebug | None = None,
     lower: bool = False,
     device: Callable[[], Device] | None = None,
+    drafting: Drafting = NO_DRAFTING,
 ) -> Iterator[Engine]:
     """An engine whose pool lies between the least (0.0) and all pages (1.0); None: all pages.
 
-    fixed   the pool has that size in both phases; otherwise in the phase with the larger workspace
-    lower   a ring or a run that this pool cannot have becomes the largest that it can
-    device  what it runs on: by default the host, with ``debug``
+    fixed     the pool has that size in both phases; otherwise in the phase with the larger workspace
+    lower     a ring or a run that this pool cannot have becomes the largest that it can
+    device    what it runs on: by default the host, with ``debug``
+    drafting  what it will be drafted with
     """
     wanted = ContextSettings(ctx_size=context, ubatch=ubatch)
     file = GgufFile.open(path)
@@ -51,12 +53,12 @@ def engine(
     try:
         size = Size()
         if pool is not None:
-            size, most = _size(file, chosen, wanted, kv, pool, fixed)
+            size, most = _size(file, chosen, wanted, kv, pool, fixed, drafting)
             if lower:
                 kv = replace(kv, ring_slots=min(kv.ring_slots, most), run_pages=min(kv.run_pages, most))
         built = Engine(
             file, chosen, context=wanted, kv=kv, rope=RopeSettings(),
-            arena_bytes=size.arena_bytes, pool_bytes=size.pool_bytes,
+            arena_bytes=size.arena_bytes, pool_bytes=size.pool_bytes, drafting=drafting,
         )
     except BaseException:
         chosen.close()
@@ -76,12 +78,13 @@ class Size:
 
 
 def _size(
-    file: GgufFile, device: Device, context: ContextSettings, kv: KvSettings, pool: float, fixed: bool
+    file: GgufFile, device: Device, context: ContextSettings, kv: KvSettings, pool: float, fixed: bool,
+    drafting: Drafting,
 ) -> tuple[Size, int]:
     """Of an arena, and the slots of its pool that may be the ring."""
     budget = plan_budget(
         read_spec(file), context, replace(kv, ring_slots=0, run_pages=0), free_bytes=device.free_bytes(),
-        device=BudgetDevice(device.scratch, device.page_layout),
+        device=BudgetDevice(device.scratch, device.page_layout), drafting=drafting,
     )
     need = budget.need
     slots = round(need.least_slots + pool * (need.all_slots - need.least_slots))

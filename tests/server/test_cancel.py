@@ -54,10 +54,10 @@ def test_a_queued_client_that_leaves_is_dropped(llama: Running) -> None:
 
 
 def test_many_requests_of_all_kinds_leave_the_text_as_it_is(llama: Running) -> None:
-    """A hundred requests, a third of them leaving at random points, some malformed: the fixed text stays."""
+    """Sixty requests, a third of them leaving at random points, some malformed: the fixed text stays."""
     known = llama.post("/completion", **FIXED)["content"]
     dice = random.Random(7)
-    for number in range(100):
+    for number in range(60):
         kind = dice.randrange(6)
         if kind < 2:
             leave(llama, stream=bool(kind), after_s=dice.random() * 0.03)

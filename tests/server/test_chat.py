@@ -51,11 +51,10 @@ def test_thoughts_have_their_own_field(qwen: Running) -> None:
     asked: dict[str, Any] = {"messages": HELLO, "max_tokens": 60, "temperature": 0}
     plain = qwen.post("/completion", prompt=qwen.post("/apply-template", messages=HELLO)["prompt"], grammar=grammar)
     assert plain["content"] == "I wonder.\n</think>\n\nIt is blue."
-    bias = {"logit_bias": [["</think>", 100]]}
     cut = qwen.post(ROUTE, **asked, logit_bias=[["</think>", False]])["choices"][0]
     assert (cut["message"]["content"], cut["finish_reason"]) == ("", "length")
     assert cut["message"]["reasoning_content"]
-    whole = qwen.post(ROUTE, **asked, **bias)["choices"][0]["message"]
+    whole = qwen.post(ROUTE, **asked, logit_bias=[["</think>", 100]])["choices"][0]["message"]
     assert "reasoning_content" not in whole   # it ended at once
     assert whole["content"].startswith("</think>")
     raw = qwen.post(ROUTE, **asked, reasoning_format="none")["choices"][0]["message"]
@@ -94,8 +93,8 @@ def test_a_required_call_is_made(name: str, request: pytest.FixtureRequest) -> N
     """With tool_choice required the text is a call of a declared function with arguments by its schema, in the JSON
     notation where the template knows no tools and in XML where it does; streamed, the fragments join to the same."""
     server: Running = request.getfixturevalue(name)
-    asked: dict[str, Any] = {"messages": HELLO, "tools": [TOOL], "tool_choice": "required", "max_tokens": 300, "seed": 4,
-             "reasoning_budget_tokens": 2, "parallel_tool_calls": False}  # fmt: skip
+    asked: dict[str, Any] = {"messages": HELLO, "tools": [TOOL], "tool_choice": "required", "max_tokens": 300,
+             "seed": 4, "reasoning_budget_tokens": 2, "parallel_tool_calls": False}  # fmt: skip
     choice = server.post(ROUTE, **asked)["choices"][0]
     [call] = choice["message"]["tool_calls"]
     assert choice["finish_reason"] == "tool_calls"

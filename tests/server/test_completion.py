@@ -148,7 +148,8 @@ def test_probabilities(llama: Running) -> None:
         assert len(each["top_logprobs"]) == 4
         assert each["logprob"] == each["top_logprobs"][0]["logprob"] <= 0
         assert bytes(each["bytes"]).decode(errors="replace") == each["token"]
-    asked = {"prompt": PROMPT, "n_predict": 3, "n_probs": 4, "post_sampling_probs": True, "top_k": 2, "seed": 3}
+    asked: dict[str, Any] = {"prompt": PROMPT, "n_predict": 3, "n_probs": 4, "post_sampling_probs": True, "top_k": 2,
+                             "seed": 3}
     after = llama.post("/completion", **asked)["completion_probabilities"]
     assert len(after) == 3
     for each in after:

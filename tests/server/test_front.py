@@ -14,7 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvs_cli.commands import serve
+from kvs_cli.open_model import OpenModel, open_model
+from kvs_cli.render import Screen
 from kvs_core.errors import SettingsError
+from kvs_core.settings import ModelSettings
 from tests.server.running import Running, running
 
 ORIGIN = "https://page.example"
@@ -112,11 +115,10 @@ def test_cors(llama: Running, llama_path: Path) -> None:
 def test_the_port_is_open_before_the_model_is_there(llama_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until then every route says 503, also to those without a key."""
     go = threading.Event()
-    load = serve.open_model
 
-    def slowly(*given: object) -> object:
+    def slowly(settings: ModelSettings, screen: Screen) -> OpenModel:
         go.wait(10)
-        return load(*given)   # type: ignore[arg-type]
+        return open_model(settings, screen)
 
     monkeypatch.setattr(serve, "open_model", slowly)
     with running("-m", llama_path, "-c", 256, "--api-key", "k", wait=False) as server:
@@ -162,17 +164,17 @@ JSON = st.recursive(
 )
 FIELDS = (
     "prompt", "messages", "input", "system", "max_tokens", "n_predict", "temperature", "top_k", "seed", "stop",
-    "stream", "stream_options", "logit_bias", "samplers", "n_probs", "logprobs", "top_logprobs", "grammar", "json_schema",
-    "tools", "tool_choice", "response_format", "chat_template_kwargs", "reasoning_effort", "cache_prompt", "id_slot",
-    "content", "tokens", "response_fields", "lora", "n", "dry_sequence_breakers", "mirostat", "thinking",
-    "stop_sequences", "sse_ping_interval", "repeat_penalty", "continue_final_message", "text", "instructions",
-    "return_progress",
+    "stream", "stream_options", "logit_bias", "samplers", "n_probs", "logprobs", "top_logprobs", "grammar",
+    "json_schema", "tools", "tool_choice", "response_format", "chat_template_kwargs", "reasoning_effort",
+    "cache_prompt", "id_slot", "content", "tokens", "response_fields", "lora", "n", "dry_sequence_breakers",
+    "mirostat", "thinking", "stop_sequences", "sse_ping_interval", "repeat_penalty", "continue_final_message",
+    "text", "instructions", "return_progress",
 )
 PATHS = ("/completion", "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses", "/tokenize",
          "/detokenize", "/apply-template")
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(
     path=st.sampled_from(PATHS), body=st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=5), sound=st.booleans()
 )
@@ -188,3 +190,15 @@ def test_no_request_makes_the_server_fail(llama: Running, path: str, body: dict[
     assert reply.status_code in (200, 400), (body, reply.text)
     if reply.status_code == 400:
         assert "\n" not in reply.json()["error"]["message"]
+
+
+def test_a_hostile_template_is_an_error_and_no_more(llama_path: Path) -> None:
+    """One that asks for all memory fails its requests; the others are answered."""
+    greedy = "{{ messages[0].content }}{% if messages[0].content == 'all' %}{{ 'x' * 10**10 }}{% endif %}"
+    with running("-m", llama_path, "-c", 256, "--chat-template", greedy) as server:
+        for _ in range(2):
+            reply = server.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "all"}]})
+            assert reply.status_code in (400, 500)
+            assert "needs more than" in reply.json()["error"]["message"]
+            fine = server.post("/v1/chat/completions", messages=[{"role": "user", "content": "x"}], max_tokens=2)
+            assert fine["usage"]["completion_tokens"] == 2

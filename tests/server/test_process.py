@@ -68,4 +68,4 @@ def test_what_keeps_it_from_serving(kvs: Kvs, llama_path: Path, tmp_path: Path) 
     assert "--chat-template" in kvs("serve", "-m", llama_path, "--port", 0, "--chat-template", "{% if %}").error
     assert "one slot" in kvs("serve", "-m", llama_path, "--parallel", 4).error
     assert "flags alone" in kvs("serve", llama_path).error
-    assert "--host" in kvs("serve", "-m", llama_path, "--host", "no.such.host.invalid").error
+    assert "--host" in kvs("serve", "-m", llama_path, "--host", "192.0.2.1").error

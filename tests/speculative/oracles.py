@@ -97,8 +97,6 @@ class Map:
             if same is not None:
                 same[1] = min(same[1] + 1, 16380)
         key[1] = match
-        if not values:
-            return [0, 0, m]
         best = max(values, key=lambda value: value[1])
         others = sum(value[1] for value in values) - best[1]
         return None if others > 0 and best[1] < 2 * others else best

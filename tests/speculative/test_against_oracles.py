@@ -26,7 +26,7 @@ def nothing(*_: object) -> None:
     return None
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(seeds, st.integers(1, 6), st.integers(1, 12), st.sampled_from([2, 4, 50]))
 def test_simple(random: Random, n: int, m: int, alphabet: int) -> None:
     """ngram-simple finds what a scan from the end finds."""
@@ -34,7 +34,7 @@ def test_simple(random: Random, n: int, m: int, alphabet: int) -> None:
     play(random, NgramSimple(NgramSimpleSettings(n, m)), oracle, alphabet=alphabet)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(seeds, st.integers(1, 5), st.integers(1, 8), st.integers(1, 3), st.booleans(), st.sampled_from([2, 4, 50]),
        st.sampled_from([7, 64, 1 << 18]))
 def test_maps(random: Random, n: int, m: int, hits: int, values: bool, alphabet: int, slots: int) -> None:
@@ -45,7 +45,7 @@ def test_maps(random: Random, n: int, m: int, hits: int, values: bool, alphabet:
         play(random, drafter, Oracle(twin.begin, twin.draft, twin.accept), alphabet=alphabet, requests=6)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(seeds, st.integers(1, 5), st.integers(0, 6), st.integers(1, 12), st.sampled_from([2, 4, 50]),
        st.sampled_from([11, 256, 1 << 16]))
 def test_mod(random: Random, n: int, n_min: int, n_max: int, alphabet: int, slots: int) -> None:
@@ -56,7 +56,7 @@ def test_mod(random: Random, n: int, n_min: int, n_max: int, alphabet: int, slot
         play(random, drafter, Oracle(twin.begin, twin.draft, twin.accept), alphabet=alphabet)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(seeds, st.sampled_from([2, 4, 50]), st.booleans())
 def test_cache(tmp_path_factory: pytest.TempPathFactory, random: Random, alphabet: int, with_files: bool) -> None:
     """ngram-cache counts followers as maps that grow would, and weighs both files as the rules say."""

@@ -70,6 +70,17 @@ def test_a_shorter_text_is_forgotten_beyond_what_both_share() -> None:
     assert proposed(begun(PROMPT, 2, 3), ASKED) == [3, 4, 5]
 
 
+def test_what_was_generated_is_forgotten_when_it_is_cut() -> None:
+    """A prompt of the length that the text had keeps all; one token less drops the n-grams behind the old prompt."""
+    text = [*PROMPT, 30, 20, 21, 22, 23, 24, 25, 26, 27, 20, 21]
+    for cut, draft in ((1, []), (2, [22, 23, 24])):
+        drafter = begun(PROMPT, 2, 3)
+        assert proposed(drafter, text) == [22, 23, 24]
+        drafter.accept(verdict_of(0), 3)
+        drafter.begin(text_of(text[:-cut]))
+        assert proposed(drafter, text) == draft
+
+
 def test_map_k4v_drafts_what_is_seen_twice_as_often_as_the_rest() -> None:
     """The condition looks at counts; the draft is what stands behind the place found, even if it is the rarer one. The
     place found is counted again the next time."""

@@ -79,6 +79,16 @@ def test_five_poor_rounds_clear_the_table() -> None:
     assert proposed(drafter, asked) == []
 
 
+def test_a_cleared_table_learns_the_text_again() -> None:
+    """At the next draft, from its beginning, once it is long enough."""
+    text = [*range(100, 140), 100, 101]
+    drafter = NgramMod(NgramModSettings(2, 1, 4), NextTokens())
+    drafter.begin(text_of(text))
+    for _ in range(6):
+        assert proposed(drafter, text) == [102, 103, 104, 105]
+        drafter.accept(verdict_of(0), 4)
+
+
 def test_short_matches_are_warned_about(caplog: pytest.LogCaptureFixture) -> None:
     """Fewer than 16 tokens match too often by chance."""
     with caplog.at_level(logging.WARNING):

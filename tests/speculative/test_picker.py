@@ -55,6 +55,7 @@ def test_drafting_stops_below_p_min(sampling: str) -> None:
     each = picker(p_min=0.69, sampling=sampling)
     tokens = {guess.token for guess in (each.pick_of(logits) for _ in range(200)) if guess is not None}
     assert tokens == ({0, 1} if sampling == "probabilistic" else {1})
+    assert picker(p_min=1.0, sampling=sampling).pick_of(np.zeros(1, np.float32)) is not None
 
 
 def test_short_drafts_are_thrown_away() -> None:

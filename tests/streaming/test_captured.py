@@ -180,7 +180,7 @@ class Simulation:
                     step.layer(layer).attend(layer, PARAMS, layer, None)
 
             if phase is DECODE:
-                self.captured.launch(inputs, step, record)
+                self.captured.launch(("step", rows), inputs, step, record)
             else:
                 self.device.begin_step(inputs)
                 record()
@@ -336,8 +336,11 @@ class FakeStep:
     """What ``CapturedSteps`` asks of a ``KvStep``, written down."""
 
     def __init__(self, signature: Hashable) -> None:
-        self.signature = signature
+        self.is_signed = signature
         self.said: list[str] = []
+
+    def signature(self, layers: range | None) -> Hashable:
+        return self.is_signed, layers
 
     def before_launch(self) -> None:
         self.said.append("before")
@@ -381,14 +384,18 @@ class FakeDevice:
         return [work.launches for made in self.made if (work := made()) is not None]
 
 
-def launch(steps: CapturedSteps, rows: int, signature: Hashable) -> list[str]:
+def launch(
+    steps: CapturedSteps, rows: int, signature: Hashable, kind: str = "step", layers: range | None = None
+) -> list[str]:
     step: Any = FakeStep(signature)
-    steps.launch(StepInputs(np.zeros(rows, np.int32), 0, 0, DECODE), step, lambda: step.said.append("record"))
+    inputs = StepInputs(np.zeros(rows, np.int32), 0, 0, DECODE)
+    steps.launch((kind, rows), inputs, step, lambda: step.said.append("record"), layers)
     return list(step.said)
 
 
-def test_a_step_is_recorded_once_per_width_and_signature() -> None:
-    """Equal signatures launch what there is; another one is recorded after the old recording has gone."""
+def test_a_step_is_recorded_once_per_kind_width_and_signature() -> None:
+    """Equal signatures launch what there is; another one is recorded after the old recording has gone. A draft of the
+    same width is another step, and one of other layers another signature."""
     fake: Any = FakeDevice()
     steps = CapturedSteps(fake)
     assert launch(steps, 1, "a") == ["before", "record", "after"]
@@ -401,10 +408,15 @@ def test_a_step_is_recorded_once_per_width_and_signature() -> None:
     launch(steps, 4, "b")
     assert (steps.recorded, fake.launches) == (4, [1, 2])
     assert fake.held == [0, 1, 1, 1]   # of the other width alone
+    assert launch(steps, 1, "b", "draft", range(2)) == ["before", "record", "after"]
+    assert launch(steps, 1, "b", "draft", range(2)) == ["before"]
+    assert launch(steps, 1, "b", "draft", range(3)) == ["before", "record", "after"]
+    assert launch(steps, 1, "b") == ["before"]
+    assert steps.recorded == 6
     steps.forget()
     assert fake.launches == []
     launch(steps, 1, "b")
-    assert steps.recorded == 5
+    assert steps.recorded == 7
 
 
 def test_a_recording_that_fails_leaves_none() -> None:
@@ -415,7 +427,7 @@ def test_a_recording_that_fails_leaves_none() -> None:
     fake.error = DeviceError("a broken part; mend it")
     step: Any = FakeStep("b")
     with pytest.raises(DeviceError, match="a broken part"):
-        steps.launch(StepInputs(np.zeros(2, np.int32), 0, 0, DECODE), step, lambda: None)
+        steps.launch(("step", 2), StepInputs(np.zeros(2, np.int32), 0, 0, DECODE), step, lambda: None)
     assert step.said == ["before", "after"]
     assert (steps.recorded, fake.launches) == (1, [])
     fake.error = None

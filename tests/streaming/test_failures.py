@@ -99,7 +99,8 @@ def test_a_failed_copy_ends_all_work_and_loses_nothing_published(share: float, d
 
 @pytest.mark.parametrize("number", range(1, 7))
 def test_a_failed_pinned_allocation_costs_one_step_and_nothing_else(number: int) -> None:
-    """The step that needs the memory is refused before it begins; once there is memory, the same step runs."""
+    """The step that needs the memory is refused before it begins; once there is memory, the same step runs. Where a
+    helper could not have it ahead of need, the step has it after all."""
     rig = Rig(ROTATED, CONTEXT, POOLS, HostDevice(1, debug=HostDebug(poison=True, fail_alloc_at=number)))
     messages: list[str] = []
 
@@ -118,8 +119,8 @@ def test_a_failed_pinned_allocation_costs_one_step_and_nothing_else(number: int)
 
     try:
         within(60, work)
-        assert len(messages) == 1
-        assert "no host memory" in messages[0]
+        assert len(messages) == (number <= LAYERS)   # the first slabs are pinned by the step itself
+        assert all("no host memory" in message for message in messages)
         assert made_by_script(POOLS)[1] == 6
         assert rig.kv.cache.published == rig.committed
     finally:

@@ -274,6 +274,16 @@ class CudaDevice:
     def discard(self, buffer: Buffer) -> None:
         """See ``Device``."""
 
+    def upload(self, buffer: Buffer, values: np.ndarray) -> None:
+        """See ``Device``."""
+        assert values.nbytes == buffer.nbytes, f"{values.nbytes} bytes into {buffer.nbytes}"
+        size = int(buffer.nbytes)
+        if self._downloads.size < size:
+            self._downloads = self._runtime.allocate_pinned(size)
+        self._downloads[:size] = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+        self._runtime.enqueue_copy(address(buffer), address(self._downloads), size, self._compute.raw)
+        self._compute.synchronize()
+
     def download(self, buffer: Buffer) -> np.ndarray:
         """See ``Device``."""
         size = int(buffer.nbytes)

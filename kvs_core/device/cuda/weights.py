@@ -142,6 +142,11 @@ def repack_kernel(quant: Quant) -> Kernel:
     return Kernel("repack.cu", "repack", (PTR, I32, I32, I32, I32, I32, I32, PTR), (("TYPE", quant.name),))
 
 
+def instances(arch: int) -> Iterator[Kernel]:
+    """Every record type."""
+    yield from map(repack_kernel, RECORD_TYPES)
+
+
 class WeightStore:
     """Loads matrices, each once: the same tensors give the same weight."""
 

@@ -192,6 +192,10 @@ class HostDevice:
         if self._debug.poison:
             buffer.view(np.uint8)[...] = _POISON
 
+    def upload(self, buffer: Buffer, values: np.ndarray) -> None:
+        """See ``Device``."""
+        np.copyto(buffer, values)
+
     def download(self, buffer: Buffer) -> np.ndarray:
         """See ``Device``."""
         host: np.ndarray = np.array(buffer)

@@ -112,8 +112,8 @@ def rope(x: Buffer, first_position: int, table: RopeTable) -> None:
 def hadamard(x: Buffer, block: int) -> None:
     """x times an orthonormal Walsh-Hadamard matrix (Sylvester order) per ``block`` values, in place.
 
-    It is its own inverse, and the m-fold Kronecker power of [[1, 1], [1, -1]], block = 2**m. Applying it to the last
-    bit of the index and moving that bit to the front, m times, does all bits and leaves their order, with long inner loops.
+    It is its own inverse, and the m-fold Kronecker power of [[1, 1], [1, -1]], block = 2**m. Applying that to the last
+    bit of the index and moving the bit to the front, m times, does all bits and leaves their order, with long loops.
     """
     assert block > 0
     assert block & (block - 1) == 0

@@ -1,0 +1,80 @@
+"""Context checkpoints: where a conversation with recurrent layers can go back to, kept in host memory.
+
+Keys and values of every position stay in the history; a recurrent state knows only where it is. A checkpoint holds what
+is needed beside the history to go on at its position with the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvs_core.models.recurrent import StateSnapshot
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Checkpoint:
+    """The engine at a position, K and V aside.
+
+    hidden  [E] the hidden row before that position, for the MTP block; None without
+    """
+
+    state: StateSnapshot
+    hidden: np.ndarray | None
+
+    @property
+    def position(self) -> int:
+        """Tokens behind which it goes on."""
+        return self.state.position
+
+    @property
+    def size_bytes(self) -> int:
+        """Host memory."""
+        return self.state.size_bytes + (0 if self.hidden is None else self.hidden.nbytes)
+
+
+class Checkpoints:
+    """Those of one conversation, by position; at most so many and so many bytes. The first to go is the one whose loss
+    leaves the smallest gap, never the newest."""
+
+    def __init__(self, most: int, most_bytes: int) -> None:
+        self._most = most
+        self._most_bytes = most_bytes
+        self._held: list[Checkpoint] = []
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    @property
+    def positions(self) -> Sequence[int]:
+        """Ascending."""
+        return [held.position for held in self._held]
+
+    @property
+    def size_bytes(self) -> int:
+        """Host memory."""
+        return sum(held.size_bytes for held in self._held)
+
+    def add(self, checkpoint: Checkpoint) -> None:
+        """Keep it, if it may be kept at all; one of its position, and those behind it, are of another text and go."""
+        self.forget_behind(checkpoint.position - 1)
+        self._held.append(checkpoint)
+        while self._held and (len(self._held) > self._most or self.size_bytes > self._most_bytes):
+            self._held.pop(self._least_missed())
+
+    def best(self, tokens: int) -> Checkpoint | None:
+        """The last one at or before a position."""
+        return next((held for held in reversed(self._held) if held.position <= tokens), None)
+
+    def forget_behind(self, tokens: int) -> None:
+        """Drop those behind a position: the text is another from there on."""
+        self._held = [held for held in self._held if held.position <= tokens]
+
+    def _least_missed(self) -> int:
+        if len(self._held) < 3:
+            return 0
+        positions = [0, *self.positions]
+        gaps = [positions[index + 2] - positions[index] for index in range(len(self._held) - 1)]
+        return gaps.index(min(gaps))

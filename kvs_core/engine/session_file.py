@@ -1,0 +1,216 @@
+"""Saved conversations: tokens, pages and recurrent state of a session in one file.
+
+    magic "KVSSESS1" | u32 header bytes | header (JSON) | tokens int32 | pages, layer by layer | state arrays | SHA-256
+
+The header names the model, the pages' layout and every array, so that a file of another model or another KV type is
+refused before anything changes; so is one whose checksum, over all that stands before it, is wrong. Files are written
+beside their place and then renamed; only their owner can read them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from kvs_core.engine.checkpoints import Checkpoint
+from kvs_core.engine.session import Session
+from kvs_core.errors import SessionFileError
+from kvs_core.formats.gguf import GgufFile
+from kvs_core.models.recurrent import StateSnapshot
+
+_MAGIC = b"KVSSESS1"
+_MOST_HEADER_BYTES = 64 << 20
+_PIECE = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class SavedSession:
+    """What was written or read: tokens and bytes of the file."""
+
+    tokens: int
+    size_bytes: int
+
+
+def model_key(file: GgufFile) -> str:
+    """A model as saved sessions know it: its tensors' names, types and shapes, and its architecture's keys."""
+    digest = hashlib.sha256()
+    for name, info in sorted(file.tensors.items()):
+        digest.update(repr((name, info.quant.name, tuple(info.shape))).encode())
+    for key, value in sorted(file.metadata.items()):
+        if key.startswith(f"{file.arch}."):
+            digest.update(repr((key, _plain(value))).encode())
+    return digest.hexdigest()
+
+
+def save_session(session: Session, path: Path, key: str) -> SavedSession:
+    """Write a session, between steps. ``SessionFileError`` if it cannot be written; then ``path`` is as it was."""
+    engine = session.engine
+    checkpoint = engine.checkpoint()
+    arrays = dict(_arrays(checkpoint))
+    header = {
+        "model": key,
+        "layout": engine.geometry.layout_id,
+        "layers": engine.kv_layers,
+        "tokens": engine.committed,
+        "arrays": [[name, array.dtype.str, list(array.shape)] for name, array in arrays.items()],
+    }
+    encoded = json.dumps(header).encode()
+    try:
+        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)   # mode 0600
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                out = _Hashed(file)
+                out.write(_MAGIC + struct.pack("<I", len(encoded)) + encoded)
+                out.write(np.asarray(session.tokens[: engine.committed], np.int32).tobytes())
+                for _, _, page in engine.pages():
+                    out.write(page.tobytes())
+                for array in arrays.values():
+                    out.write(np.ascontiguousarray(array).tobytes())
+                file.write(out.digest.digest())
+                size = file.tell()
+            os.replace(temporary, path)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(temporary)
+            raise
+    except OSError as error:
+        raise SessionFileError(f"{path}: the session cannot be saved: {error.strerror or error}") from error
+    return SavedSession(engine.committed, size)
+
+
+def load_session(session: Session, path: Path, key: str) -> SavedSession:
+    """Have the session go on where a saved one stood.
+
+    ``SessionFileError`` if the file does not fit; then nothing has changed. If the history has no room for its pages,
+    that error is raised and the session is empty.
+    """
+    engine = session.engine
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            _check_sum(file, size, path)
+            header = _read_header(file, path)
+            _check_header(header, session, key, path)
+            count = header["tokens"]
+            pages = engine.kv_layers * engine.geometry.pages_of(count)
+            arrays_bytes = sum(np.dtype(kind).itemsize * int(np.prod(shape)) for _, kind, shape in header["arrays"])
+            expected = file.tell() + 4 * count + pages * engine.geometry.page_bytes + arrays_bytes + 32
+            if size != expected:
+                raise SessionFileError(f"{path}: has {size} bytes where its header says {expected}; save it again")
+            tokens = np.frombuffer(file.read(4 * count), np.int32).tolist()
+            pages_at = file.tell()
+            file.seek(pages * engine.geometry.page_bytes, os.SEEK_CUR)
+            arrays = {
+                name: np.frombuffer(
+                    file.read(np.dtype(kind).itemsize * int(np.prod(shape))), np.dtype(kind)
+                ).reshape(shape)
+                for name, kind, shape in header["arrays"]
+            }
+            file.seek(pages_at)
+            session.tokens = []
+            engine.take_up(_pages(file, session, count), _checkpoint(arrays, count), count)
+            session.tokens = tokens
+    except OSError as error:
+        raise SessionFileError(f"{path}: the session cannot be read: {error.strerror or error}") from error
+    return SavedSession(count, size)
+
+
+class _Hashed:
+    """Writes and sums up."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.digest = hashlib.sha256()
+
+    def write(self, data: bytes) -> None:
+        self.digest.update(data)
+        self._file.write(data)
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.ndarray) else value
+
+
+def _arrays(checkpoint: Checkpoint) -> Iterator[tuple[str, np.ndarray]]:
+    for index, (state, ring_x) in sorted(checkpoint.state.layers.items()):
+        yield f"state.{index}", state
+        yield f"ring_x.{index}", ring_x
+    if checkpoint.hidden is not None:
+        yield "hidden", checkpoint.hidden
+
+
+def _checkpoint(arrays: dict[str, np.ndarray], position: int) -> Checkpoint:
+    layers = {
+        int(name.removeprefix("state.")): (array, arrays[name.replace("state.", "ring_x.")])
+        for name, array in arrays.items() if name.startswith("state.")
+    }
+    return Checkpoint(StateSnapshot(position, layers), arrays.get("hidden"))
+
+
+def _pages(file: BinaryIO, session: Session, tokens: int) -> Iterator[tuple[int, int, bytes]]:
+    geometry = session.engine.geometry
+    for layer in range(session.engine.kv_layers):
+        for page in range(geometry.pages_of(tokens)):
+            yield layer, page, file.read(geometry.page_bytes)
+
+
+def _check_sum(file: BinaryIO, size: int, path: Path) -> None:
+    if size < len(_MAGIC) + 4 + 32 or file.read(len(_MAGIC)) != _MAGIC:
+        raise SessionFileError(f"{path}: is no saved session of kvs; give a file that kvs has saved")
+    file.seek(0)
+    digest, left = hashlib.sha256(), size - 32
+    while left > 0:
+        piece = file.read(min(_PIECE, left))
+        if not piece:
+            break
+        digest.update(piece)
+        left -= len(piece)
+    if left or file.read(32) != digest.digest():
+        raise SessionFileError(f"{path}: is damaged: its checksum is wrong; save it again")
+    file.seek(len(_MAGIC))
+
+
+def _read_header(file: BinaryIO, path: Path) -> dict[str, Any]:
+    (length,) = struct.unpack("<I", file.read(4))
+    if length > _MOST_HEADER_BYTES:
+        raise SessionFileError(f"{path}: a header of {length} bytes; is it a saved session of kvs?")
+    try:
+        header: dict[str, Any] = json.loads(file.read(length))
+        header["tokens"] = int(header["tokens"])
+        if {"model", "layout", "layers", "arrays"} <= header.keys() and header["tokens"] >= 0:
+            return header
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        pass
+    raise SessionFileError(f"{path}: its header cannot be read; save it again")
+
+
+def _check_header(header: dict[str, Any], session: Session, key: str, path: Path) -> None:
+    engine = session.engine
+    if header["model"] != key:
+        raise SessionFileError(f"{path}: was saved with another model; load that one, or start anew")
+    if header["layout"] != engine.geometry.layout_id or header["layers"] != engine.kv_layers:
+        raise SessionFileError(
+            f"{path}: was saved with pages {header['layout']} of {header['layers']} layers, this session has "
+            f"{engine.geometry.layout_id} of {engine.kv_layers}; use the same --cache-type-k, --cache-type-v, "
+            "--kv-page-tokens, --spec-type and --device"
+        )
+    if header["tokens"] > engine.context.context_tokens:
+        raise SessionFileError(
+            f"{path}: holds {header['tokens']} tokens, the context has room for {engine.context.context_tokens}; "
+            "raise --ctx-size"
+        )
+    arrays = [[name, array.dtype.str, list(array.shape)] for name, array in _arrays(engine.checkpoint())]
+    if arrays != header["arrays"]:
+        raise SessionFileError(
+            f"{path}: holds other recurrent state than this session has; use the same --spec-type and --device"
+        )

@@ -1,0 +1,104 @@
+"""Checkpoints go back with the same bits; which of them are kept; what a prompt keeps of the one before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvs_core.engine.checkpoints import Checkpoint, Checkpoints
+from kvs_core.engine.session import Session
+from kvs_core.models.recurrent import StateSnapshot
+from tests.engine.tiny import engine, kv_settings
+
+PROMPT = [7 + index * 31 % 190 for index in range(200)]
+OTHER = [11 + index * 17 % 190 for index in range(60)]
+
+
+def checkpoint(position: int, size: int = 4) -> Checkpoint:
+    """One of ``2 * size`` bytes."""
+    return Checkpoint(StateSnapshot(position, {0: (np.zeros(size, np.uint8), np.zeros(size, np.uint8))}), None)
+
+
+@pytest.mark.parametrize("pool", [None, 0.3])
+def test_going_back_gives_the_same_bits(tiny_qwen35: Path, pool: float | None) -> None:
+    """Also over pages that the other text has filled, and behind decoded tokens."""
+    with engine(tiny_qwen35, kv=kv_settings(), pool=pool) as built:
+        session = Session(built)
+        session.prefill(PROMPT[:130])
+        session.decode(5)
+        held = built.checkpoint()
+        wanted = [session.decode(token) for token in PROMPT[130:140]]
+        session.prefill(OTHER)
+        built.go_back(held)
+        assert built.committed == held.position == 131
+        assert all(np.array_equal(session.decode(token), logits)
+                   for token, logits in zip(PROMPT[130:140], wanted, strict=True))
+
+
+def test_a_prompt_goes_on_at_a_checkpoint(tiny_qwen35: Path) -> None:
+    """The end of the last prompt is one: a next turn reads its own tokens alone, and its logits are those of a fresh
+    session that was cut at the same place."""
+    with engine(tiny_qwen35, kv=kv_settings()) as built:
+        session = Session(built, Checkpoints(8, 1 << 30), checkpoint_tokens=64)
+        session.prefill(PROMPT)
+        session.decode(3)
+        turn = PROMPT + OTHER
+        assert session.keep_common(turn) == len(PROMPT)
+        logits = session.prefill(turn[len(PROMPT) :])
+        assert session.tokens == turn
+
+        edited = PROMPT[:150] + OTHER
+        assert session.keep_common(edited) == 128   # ubatches of 64
+        again = session.prefill(edited[128:])
+        assert session.keep_common(OTHER) == 0      # nothing in common: it begins anew
+        session.prefill(PROMPT)
+        assert np.array_equal(session.prefill(OTHER), logits)
+        assert session.keep_common([*PROMPT[:128], 1]) == 128
+        assert np.array_equal(session.prefill(edited[128:]), again)
+
+
+def test_without_checkpoints_a_recurrent_model_begins_anew(tiny_qwen35: Path) -> None:
+    with engine(tiny_qwen35, kv=kv_settings()) as built:
+        session = Session(built)
+        session.prefill(PROMPT)
+        assert session.keep_common([*PROMPT, 1]) == len(PROMPT)
+        assert session.keep_common(PROMPT[:100]) == 0
+
+
+def test_attention_alone_goes_back_anywhere(tiny_llama: Path) -> None:
+    with engine(tiny_llama, kv=kv_settings()) as built:
+        session = Session(built)
+        session.prefill(PROMPT)
+        logits = session.decode(9)
+        session.prefill(OTHER)
+        assert session.keep_common([*PROMPT, 9]) == len(PROMPT)
+        assert np.array_equal(session.decode(9), logits)
+        assert session.keep_common([*PROMPT[:77], 1]) == 77
+
+
+@given(st.lists(st.integers(1, 500), max_size=30), st.integers(0, 6), st.integers(0, 60))
+def test_so_many_and_so_many_bytes(positions: list[int], most: int, most_bytes: int) -> None:
+    held = Checkpoints(most, most_bytes)
+    for position in positions:
+        held.add(checkpoint(position))
+        assert len(held) <= most
+        assert held.size_bytes <= most_bytes
+        assert list(held.positions) == sorted(set(held.positions))
+        if most and most_bytes >= 8:
+            assert held.positions[-1] == position
+        best = held.best(position - 1)
+        assert best is None or best.position < position
+
+
+def test_the_one_that_leaves_the_smallest_gap_goes() -> None:
+    held = Checkpoints(3, 1 << 20)
+    for position in (100, 200, 250, 300):
+        held.add(checkpoint(position))
+    assert list(held.positions) == [100, 200, 300]
+    held.forget_behind(299)
+    assert held.best(299) is not None
+    assert held.best(99) is None

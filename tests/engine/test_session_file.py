@@ -1,0 +1,131 @@
+"""Saved sessions: the same bits after a restart, and one line for every file that does not fit."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvs_core.engine.session import Session
+from kvs_core.engine.session_file import load_session, save_session
+from kvs_core.errors import SessionFileError
+from tests.engine.tiny import engine, kv_settings
+
+PROMPT = [7 + index * 31 % 190 for index in range(150)]
+KEY = "the model"
+
+
+@pytest.fixture
+def saved(tiny_qwen35: Path, tmp_path: Path) -> Path:
+    """150 tokens of a streamed engine."""
+    path = tmp_path / "talk.kvs"
+    with engine(tiny_qwen35, kv=kv_settings(), pool=0.3) as built:
+        session = Session(built)
+        session.prefill(PROMPT)
+        written = save_session(session, path, KEY)
+        assert (written.tokens, written.size_bytes) == (150, path.stat().st_size)
+    return path
+
+
+@pytest.mark.parametrize("pool", [None, 0.0, 0.3])
+@pytest.mark.parametrize("model", ["qwen35", "llama"])
+def test_it_goes_on_with_the_same_bits(model: str, pool: float | None, request: pytest.FixtureRequest,
+                                       tmp_path: Path) -> None:
+    """Whatever was there before, whatever the arena."""
+    path, file = request.getfixturevalue(f"tiny_{model}"), tmp_path / "talk.kvs"
+    with engine(path, kv=kv_settings()) as built:
+        session = Session(built)
+        session.prefill(PROMPT)
+        session.decode(4)
+        save_session(session, file, KEY)
+        wanted = [session.decode(token) for token in range(20, 30)]
+    assert os.stat(file).st_mode & 0o777 == 0o600
+    with engine(path, kv=kv_settings(), pool=pool) as built:
+        session = Session(built)
+        session.prefill(PROMPT[::-1])
+        session.prefill(PROMPT[:60])
+        assert load_session(session, file, KEY).tokens == 151
+        assert session.tokens == [*PROMPT, 4]
+        assert all(np.array_equal(session.decode(token), logits)
+                   for token, logits in zip(range(20, 30), wanted, strict=True))
+
+
+def test_an_empty_session(tiny_qwen35: Path, tmp_path: Path) -> None:
+    with engine(tiny_qwen35, kv=kv_settings()) as built:
+        session = Session(built)
+        assert save_session(session, tmp_path / "none", KEY).tokens == 0
+        session.prefill(PROMPT)
+        assert load_session(session, tmp_path / "none", KEY).tokens == 0
+        assert session.tokens == []
+
+
+def _rehashed(data: bytes) -> bytes:
+    return data[:-32] + sha256(data[:-32]).digest()
+
+
+def _header(data: bytes, change: Callable[[dict[str, object]], object]) -> bytes:
+    (length,) = struct.unpack("<I", data[8:12])
+    header = json.loads(data[12 : 12 + length])
+    change(header)
+    encoded = json.dumps(header).encode()
+    return _rehashed(data[:8] + struct.pack("<I", len(encoded)) + encoded + data[12 + length :])
+
+
+DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "empty": (lambda data: b"", "no saved session"),
+    "another file": (lambda data: b"GGUF" + data[4:], "no saved session"),
+    "cut": (lambda data: data[:-1000], "checksum"),
+    "one bit": (lambda data: data[:5000] + bytes([data[5000] ^ 1]) + data[5001:], "checksum"),
+    "more behind": (lambda data: data + b"x", "checksum"),
+    "a longer text": (lambda data: _header(data, lambda header: header.update(tokens=151)), "bytes"),
+    "a huge text": (lambda data: _header(data, lambda header: header.update(tokens=1 << 40)), "--ctx-size"),
+    "a negative text": (lambda data: _header(data, lambda header: header.update(tokens=-1)), "header"),
+    "no text": (lambda data: _header(data, lambda header: header.pop("tokens")), "header"),
+    "a list": (lambda data: _rehashed(data[:8] + struct.pack("<I", 2) + b"[]" + data[100:]), "header"),
+    "no JSON": (lambda data: _rehashed(data[:8] + struct.pack("<I", 2) + b"{{" + data[100:]), "header"),
+    "a header beyond the end": (lambda data: _rehashed(data[:8] + struct.pack("<I", 60 << 20) + data[12:]), "header"),
+    "a huge header": (lambda data: _rehashed(data[:8] + struct.pack("<I", 1 << 31) + data[12:]), "header"),
+    "huge arrays": (lambda data: _header(data, lambda header: header["arrays"][0].__setitem__(2, [1 << 50])),
+                    "recurrent state"),
+    "another model": (lambda data: _header(data, lambda header: header.update(model="x")), "another model"),
+    "other pages": (lambda data: _header(data, lambda header: header.update(layout="x")), "--cache-type-k"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_file_that_does_not_fit_changes_nothing(kind: str, saved: Path, tiny_qwen35: Path) -> None:
+    damage, message = DAMAGE[kind]
+    saved.write_bytes(damage(saved.read_bytes()))
+    with engine(tiny_qwen35, kv=kv_settings()) as built:
+        session = Session(built)
+        session.prefill([1, 2, 3])
+        with pytest.raises(SessionFileError, match=message) as error:
+            load_session(session, saved, KEY)
+        assert str(saved) in str(error.value)
+        assert "\n" not in str(error.value)
+        assert session.tokens == [1, 2, 3]
+        session.decode(4)
+
+
+def test_other_kv_types_are_refused(saved: Path, tiny_qwen35: Path) -> None:
+    with engine(tiny_qwen35, kv=kv_settings("f16", "f16")) as built, pytest.raises(SessionFileError, match="page"):
+        load_session(Session(built), saved, KEY)
+
+
+def test_a_file_that_cannot_be_written_leaves_what_was_there(tiny_qwen35: Path, tmp_path: Path) -> None:
+    taken = tmp_path / "talk.kvs"
+    taken.mkdir()
+    with engine(tiny_qwen35, kv=kv_settings()) as built:
+        session = Session(built)
+        session.prefill(PROMPT[:5])
+        with pytest.raises(SessionFileError, match="cannot be saved"):
+            save_session(session, taken, KEY)
+        with pytest.raises(SessionFileError, match="cannot be saved"):
+            save_session(session, tmp_path / "none" / "talk.kvs", KEY)
+    assert list(tmp_path.iterdir()) == [taken]
