@@ -195,7 +195,6 @@ def test_a_repeated_flag_counts_once() -> None:
         (["-c", "-5"], "-c: -5 is too small; the least is 0; usage: -c, --ctx-size N"),
         (["--temp", "nan"], "--temp: expected a finite number, got 'nan'; usage: --temp, --temperature X"),
         (["-np", "4"], "-np 4: there is one slot, and requests take turns; use --parallel 1"),
-        (["--device", "CUDA0"], "--device cuda: the CUDA device is not in this version; use --device cpu"),
         (["--device", "cpu,cuda"],
          "--device: expected one device, got 'cpu,cuda'; kvs uses a single one; "
          "usage: -dev, --device auto|cpu|cuda|cuda:N"),

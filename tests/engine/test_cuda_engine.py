@@ -284,20 +284,25 @@ def test_nothing_is_allocated_behind_ready(machine: Machine, models: dict[str, P
 
 
 def test_the_best_logits_are_those_of_all_logits(machine: Machine, models: dict[str, Path]) -> None:
-    """``Step.best`` is the sorted head of ``Step.logits``, after a prefill and after replayed steps of any width; or
-    None where the device finds no so many."""
+    """``Step.best`` has the sorted heads of ``Step.logits``, after a prefill and after replayed steps of any width; or
+    is None where the device finds no so many."""
     with engine(models["qwen35"], kv=kv_settings(), device=machine.device) as built:
         vocab = built.spec.n_vocab
         for phase, width in ((PREFILL, 9), (DECODE, 1), (DECODE, 3), (DECODE, 1), (DECODE, 3)):
             with built.step(text(vocab, width, width), phase) as step:
+                first = max(0, width - built.logit_rows)
+                logits = step.logits(first)
                 for k in (1, 40, min(vocab, 256)):
-                    best = step.best(k)
-                    logits = step.logits()[0]
-                    assert best is not None
-                    assert best.is_sorted
-                    expected = top_positions(logits, k)
-                    assert best.ids.tolist() == expected.tolist()
-                    assert best.logits.tobytes() == (logits[expected] + 0.0).tobytes()
+                    rows = step.best(k, first)
+                    assert rows is not None
+                    for best, all_logits in zip(rows, logits, strict=True):
+                        expected = top_positions(all_logits, k)
+                        assert best.is_sorted
+                        assert best.ids.tolist() == expected.tolist()
+                        assert best.logits.tobytes() == (all_logits[expected] + 0.0).tobytes()
+                    last = step.best(k)
+                    assert last is not None
+                    assert [one.ids.tolist() for one in last] == [rows[-1].ids.tolist()]
                 assert step.best(vocab + 1) is None
                 step.settle()
 

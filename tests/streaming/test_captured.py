@@ -7,14 +7,11 @@ positions and plans from the tables in device memory, as kernels do.
 from __future__ import annotations
 
 import ctypes
-import weakref
 from collections import defaultdict
-from collections.abc import Hashable
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -330,105 +327,3 @@ def test_captured_copies_count_when_they_are_launched() -> None:
         assert after.copy_bytes - before.copy_bytes == streamed * GEOMETRY.page_bytes
     one.check_history()
     one.close()
-
-
-class FakeStep:
-    """What ``CapturedSteps`` asks of a ``KvStep``, written down."""
-
-    def __init__(self, signature: Hashable) -> None:
-        self.is_signed = signature
-        self.said: list[str] = []
-
-    def signature(self, layers: range | None) -> Hashable:
-        return self.is_signed, layers
-
-    def before_launch(self) -> None:
-        self.said.append("before")
-
-    def after_capture(self) -> None:
-        self.said.append("after")
-
-
-class FakeWork:
-    """Captured work that counts its launches."""
-
-    def __init__(self) -> None:
-        self.launches = 0
-
-    def launch(self, inputs: StepInputs) -> None:
-        self.launches += 1
-
-    def elapsed_s(self) -> float | None:
-        return None
-
-
-class FakeDevice:
-    """Counts captures, and the work of earlier ones that is still held at the next."""
-
-    def __init__(self) -> None:
-        self.made: list[weakref.ref[FakeWork]] = []
-        self.held: list[int] = []
-        self.error: Exception | None = None
-
-    def capture(self, inputs: StepInputs, work: Any) -> FakeWork:
-        self.held.append(sum(made() is not None for made in self.made))
-        if self.error is not None:
-            raise self.error
-        work()
-        fresh = FakeWork()
-        self.made.append(weakref.ref(fresh))
-        return fresh
-
-    @property
-    def launches(self) -> list[int]:
-        return [work.launches for made in self.made if (work := made()) is not None]
-
-
-def launch(
-    steps: CapturedSteps, rows: int, signature: Hashable, kind: str = "step", layers: range | None = None
-) -> list[str]:
-    step: Any = FakeStep(signature)
-    inputs = StepInputs(np.zeros(rows, np.int32), 0, 0, DECODE)
-    steps.launch((kind, rows), inputs, step, lambda: step.said.append("record"), layers)
-    return list(step.said)
-
-
-def test_a_step_is_recorded_once_per_kind_width_and_signature() -> None:
-    """Equal signatures launch what there is; another one is recorded after the old recording has gone. A draft of the
-    same width is another step, and one of other layers another signature."""
-    fake: Any = FakeDevice()
-    steps = CapturedSteps(fake)
-    assert launch(steps, 1, "a") == ["before", "record", "after"]
-    assert launch(steps, 1, "a") == ["before"]
-    assert launch(steps, 4, "a") == ["before", "record", "after"]
-    assert launch(steps, 1, "a") == ["before"]
-    assert (steps.recorded, fake.launches) == (2, [3, 1])
-    launch(steps, 1, "b")
-    launch(steps, 4, "b")
-    launch(steps, 4, "b")
-    assert (steps.recorded, fake.launches) == (4, [1, 2])
-    assert fake.held == [0, 1, 1, 1]   # of the other width alone
-    assert launch(steps, 1, "b", "draft", range(2)) == ["before", "record", "after"]
-    assert launch(steps, 1, "b", "draft", range(2)) == ["before"]
-    assert launch(steps, 1, "b", "draft", range(3)) == ["before", "record", "after"]
-    assert launch(steps, 1, "b") == ["before"]
-    assert steps.recorded == 6
-    steps.forget()
-    assert fake.launches == []
-    launch(steps, 1, "b")
-    assert steps.recorded == 7
-
-
-def test_a_recording_that_fails_leaves_none() -> None:
-    """The old one has gone; the streamer is told in any case; the next launch records."""
-    fake: Any = FakeDevice()
-    steps = CapturedSteps(fake)
-    launch(steps, 2, "a")
-    fake.error = DeviceError("a broken part; mend it")
-    step: Any = FakeStep("b")
-    with pytest.raises(DeviceError, match="a broken part"):
-        steps.launch(("step", 2), StepInputs(np.zeros(2, np.int32), 0, 0, DECODE), step, lambda: None)
-    assert step.said == ["before", "after"]
-    assert (steps.recorded, fake.launches) == (1, [])
-    fake.error = None
-    assert launch(steps, 2, "a") == ["before", "record", "after"]
