@@ -44,6 +44,7 @@ def engine_on(
         rope=RopeSettings(), drafting=drafting,
     )
     try:
+        engine.warm_up()
         yield engine
     finally:
         engine.close()

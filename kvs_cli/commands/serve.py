@@ -106,7 +106,7 @@ class Server:
                     grammars=GrammarCompiler(model.tokenizer, model.spec.n_vocab),
                     prompts=PromptReader(model.tokenizer, context),
                     room=_room(settings, model, engine),
-                    names=Names(model_name(settings.aliases, str(model.file.path)), build_info()),
+                    names=Names(model_name(settings, model.file), build_info()),
                     queue=self._queue,
                     threads=self._threads,
                 )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from kvs_cli.server.fields import Fields
 from kvs_cli.server.options import Options
 from kvs_cli.server.service import Service
 from kvs_core.formats.gguf import GgufFile
+from kvs_core.settings import HubModel, ServeSettings
 
 _HIDDEN = ("dry_sequence_breakers", "stop", "logit_bias", "grammar", "grammar_lazy", "grammar_triggers",
            "preserved_tokens")
@@ -22,9 +24,16 @@ def build_info() -> str:
         return "kvs"
 
 
-def model_name(aliases: tuple[str, ...], source: str) -> str:
+def model_name(settings: ServeSettings, file: GgufFile) -> str:
     """The model's id: the first alias in the alphabet, else what was given as the model."""
-    return min(aliases) if aliases else source
+    if settings.aliases:
+        return min(settings.aliases)
+    match settings.engine.model.source:
+        case HubModel(repo=repo):
+            return repo
+        case Path() as path:
+            return str(path)
+    return file.path.stem
 
 
 def models_json(service: Service) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from kvs_cli.server.slot import Conversation, SlotView
 from kvs_core.engine.engine import KvReport
 from kvs_core.engine.round import Token, accept_prompt, generate
 from kvs_core.engine.speculation import Speculation
+from kvs_core.errors import KvsError
 from kvs_core.formats.tokenizer import StopMatcher, Tokenizer, Utf8Stream
 from kvs_core.sampling.candidates import Candidates
 from kvs_core.sampling.chain import Pick, Sampler
@@ -215,7 +216,7 @@ class Generation:
         except Cancelled:
             end = Failed(ApiError("unavailable_error", "the request was cancelled"))
         except Exception as error:
-            end = Failed(api_error(error))
+            end = Failed(self._failed(error))
         if isinstance(end, Finished):
             times = end.timings
             LOGGER.info("request %d: %d prompt tokens, %d of them cached; %d tokens, %.1f tokens/s; stop: %s",
@@ -223,6 +224,16 @@ class Generation:
                         times.as_json()["predicted_per_second"], end.stop)  # fmt: skip
         view.processing = view.has_next_token = False
         job.emit(end)   # last: who reads it finds the slot free
+
+    def _failed(self, error: Exception) -> ApiError:
+        """``error`` as a reply. What is no fault of the request may have left anything: the slot begins anew."""
+        failed = api_error(error)
+        if failed.code >= 500:
+            LOGGER.error("request %d: %s", self._task.id, error if isinstance(error, KvsError) else repr(error),
+                         exc_info=LOGGER.isEnabledFor(logging.DEBUG))  # fmt: skip
+            with suppress(KvsError):   # if it cannot, the next request will say so
+                self._room.conversation.erase()
+        return failed
 
     def _run(self, job: Job[Event]) -> Finished:
         prompt = self._task.prompt

@@ -107,7 +107,7 @@ class Listener:
                 if host.endswith(".sock"):
                     sockets.append(self._bind_path(host))
                     continue
-                sockets.append(_bind_port(host, port))
+                sockets.append(_bind_port(host, port, self._settings.reuse_port))
                 port = port or sockets[-1].getsockname()[1]   # one port for all hosts
         except BaseException:
             for each in sockets:
@@ -138,7 +138,7 @@ class Listener:
         return bound
 
 
-def _bind_port(host: str, port: int) -> socket.socket:
+def _bind_port(host: str, port: int, reuse_port: bool) -> socket.socket:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
@@ -147,6 +147,8 @@ def _bind_port(host: str, port: int) -> socket.socket:
     bound = socket.socket(family, kind, protocol)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if reuse_port:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         if family == socket.AF_INET6:
             bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         bound.bind(address)

@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLTokenizer
 from llguidance import TokenizerWrapper as Wrapper
-from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from kvs_core.errors import SettingsError
+from kvs_core.formats.gbnf import to_lark
 from kvs_core.formats.tokenizer import Tokenizer
 from kvs_core.formats.tool_calls import CALL_END, CALL_START, ToolNotation
 
@@ -60,8 +60,8 @@ class GrammarCompiler:
         if len(text) > MAX_GRAMMAR_CHARS:
             _refuse("failed to parse grammar", f"it has {len(text)} characters, at most {MAX_GRAMMAR_CHARS} are read")
         try:
-            lark = gbnf_to_lark(text)
-        except Exception as error:   # the library raises what comes
+            lark = to_lark(text)
+        except SettingsError as error:
             _refuse("failed to parse grammar", str(error))
         return self._compile(LLMatcher.grammar_from_lark(lark), "failed to parse grammar")
 

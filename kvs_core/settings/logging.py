@@ -40,5 +40,5 @@ SETTINGS = (
         note=(Rule("timings are always measured and reported"),)),
     _logging("log_prompts_dir", ("--log-prompts-dir",), PATH,
         "Write every prompt to a file in this folder.",
-        relevance="accept", commands=("serve",)),
+        relevance="accept", commands=("serve",), note=(Rule("prompts are not written to files"),)),
 )

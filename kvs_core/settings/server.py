@@ -13,6 +13,7 @@ _cache = partial(Setting, group=Group.CACHE, commands=("serve",))
 _I32 = (1 << 31) - 1
 _ONE_SLOT = Rule("there is one slot")
 _NO_SHIFT = Rule("streamed pages cannot be shifted; a common prefix is reused all the same")
+_NO_PAGE = Rule("there is no page in this version")
 _LIST = separated(",", "A, B, ...", "GET, POST")
 
 
@@ -58,17 +59,17 @@ SETTINGS = (
     _server("path", ("--path",), PATH,
         "Serve the files of this folder at /.",
         env="LLAMA_ARG_STATIC_PATH",
-        refuse=(Rule("kvs serves its API alone; serve files by another program"),)),
+        refuse=(Rule("kvs serves its API alone; use another program for files"),)),
     _server("ui", ("--ui", "--webui"), SWITCH,
         "Serve the page at /.",
         default=True, env="LLAMA_ARG_UI", off=("--no-ui", "--no-webui"),
-        note=(Rule("there is no page in this version", only=(True,)),)),
+        note=(Rule(_NO_PAGE.text, only=(True,)),)),
     _server("ui_config", ("--ui-config", "--webui-config"), TEXT,
         "Settings of the page, as JSON.",
-        relevance="accept", env="LLAMA_ARG_UI_CONFIG"),
+        relevance="accept", env="LLAMA_ARG_UI_CONFIG", note=(_NO_PAGE,)),
     _server("ui_config_file", ("--ui-config-file", "--webui-config-file"), PATH,
         "Settings of the page, in a file.",
-        relevance="accept", env="LLAMA_ARG_UI_CONFIG_FILE"),
+        relevance="accept", env="LLAMA_ARG_UI_CONFIG_FILE", note=(_NO_PAGE,)),
     _server("cors_origins", ("--cors-origins",), _LIST,
         "Origins allowed to call; localhost: local ones.",
         default=("*",), env="LLAMA_ARG_CORS_ORIGINS"),
@@ -103,13 +104,13 @@ SETTINGS = (
         "Folder for saved slots; unset: saving is off."),
     _server("reuse_port", ("--reuse-port",), SWITCH,
         "Share the port with other processes.",
-        default=False, relevance="accept", env="LLAMA_ARG_REUSE_PORT"),
+        default=False, env="LLAMA_ARG_REUSE_PORT"),
     _server("sleep_idle_seconds", ("--sleep-idle-seconds",), integer(-1, _I32),
         "Free the model after this many idle seconds; -1: never.",
-        default=-1, unit="s", relevance="accept"),
+        default=-1, unit="s", relevance="accept", note=(Rule("the model stays loaded"),)),
     _server("spm_infill", ("--spm-infill",), SWITCH,
         "Suffix before prefix in /infill.",
-        default=False, relevance="accept"),
+        default=False, relevance="accept", note=(Rule("kvs has no /infill"),)),
     _server("cont_batching", ("-cb", "--cont-batching"), SWITCH,
         "Batch requests together.",
         default=True, relevance="accept", env="LLAMA_ARG_CONT_BATCHING", off=("-nocb", "--no-cont-batching"),

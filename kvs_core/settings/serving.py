@@ -30,6 +30,7 @@ class ListenSettings:
     timeout_s: float = 3600
     ping_s: int = 30
     threads: int | None = None
+    reuse_port: bool = False
 
     def __post_init__(self) -> None:
         if (self.ssl_key is None) != (self.ssl_cert is None):

@@ -78,7 +78,7 @@ def serve_settings(values: Values, explicit: Collection[str], positionals: Seque
         listen=ListenSettings(
             hosts=values["host"], port=values["port"], ssl_key=values["ssl_key_file"], ssl_cert=values["ssl_cert_file"],
             prefix=values["api_prefix"], timeout_s=values["timeout"], ping_s=values["sse_ping_interval"],
-            threads=threads if threads > 0 else None,
+            threads=threads if threads > 0 else None, reuse_port=values["reuse_port"],
         ),
         access=AccessSettings(
             keys=values["api_key"], key_file=values["api_key_file"], cors_origins=values["cors_origins"],

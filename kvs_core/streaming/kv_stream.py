@@ -48,6 +48,21 @@ class KvStats:
     history_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Gap:
+    """Longest time in a step in which attention consumed nothing, of the last step and of those before; seconds.
+
+    steady_s  the shorter of the last two: a ring follows what steps have in common, not the one that was interrupted
+    """
+
+    steady_s: float = 0.0
+    last_s: float = 0.0
+
+    def then(self, gap_s: float) -> _Gap:
+        """After one more step."""
+        return _Gap(min(gap_s, self.last_s), gap_s)
+
+
 class KvStream:
     """The KV of one cache: its pages in the pool of the arena, its history, and the copies between them."""
 
@@ -75,7 +90,8 @@ class KvStream:
         self._step: KvStep | None = None
         self._repartitions = 0
         self._scheduled: tuple[tuple[int, ...], int] | None = None
-        self._gap_s = self._last_gap_s = 0.0
+        self._phase = Phase.PREFILL                          # of the last step: a gap of prefill says nothing of decode
+        self._gaps = {phase: _Gap() for phase in Phase}
         self._compute_s = 0.0                                # of a captured step that streams nothing
         self._slow_steps = 0                                 # captured steps in a row that took longer than they should
 
@@ -125,6 +141,7 @@ class KvStream:
         assert self._step is None, "a step is open"
         assert self._pool is not None, "no layout is bound"
         positions = self.cache.reserve(rows)
+        self._phase = phase
         try:
             self._publisher.poll()
             self._publish_full()   # nothing to do, unless a publication failed before
@@ -282,7 +299,7 @@ class KvStream:
         moved = self.streamer.schedule.streamed_pages * self.geometry.page_bytes
         if moved == 0:
             self._compute_s = step_s
-            self._gap_s = self._last_gap_s = step_s / self.layers
+            self._gaps[Phase.DECODE] = _Gap(step_s / self.layers, step_s / self.layers)
         elif self._compute_s and self._config.link_bytes_per_s:
             floor_s = max(self._compute_s, moved / self._config.link_bytes_per_s)
             self._slow_steps = self._slow_steps + 1 if step_s > _SLOW * floor_s else 0
@@ -293,9 +310,7 @@ class KvStream:
     def step_closed(self, longest_gap_s: float) -> None:
         self._step = None
         if longest_gap_s > 0:
-            # The shorter of two: a ring follows what the steps have in common, not the one that was interrupted.
-            self._gap_s = min(longest_gap_s, self._last_gap_s)
-            self._last_gap_s = longest_gap_s
+            self._gaps[self._phase] = self._gaps[self._phase].then(longest_gap_s)
 
     # Deciding and carrying out.
 
@@ -304,7 +319,7 @@ class KvStream:
             pages=pages,
             writable_page=first_position // self.geometry.page_tokens,
             pool_slots=pool_slots,
-            gap_s=self._gap_s,
+            gap_s=self._gaps[self._phase].steady_s,
             starved=starved,
         )
         return residency_step(self._config, self._state, seen)

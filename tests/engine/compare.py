@@ -15,6 +15,7 @@ from kvs_core.engine.session import Session
 from kvs_core.formats.gguf import GgufFile
 from kvs_core.settings.rooms import ContextSettings, KvSettings, RopeSettings
 from tests.support import llamacpp
+from tests.support.compare import log_probs
 
 
 @dataclass(frozen=True)
@@ -28,16 +29,9 @@ class Distance:
     @classmethod
     def between(cls, ours: np.ndarray, theirs: np.ndarray) -> Distance:
         """Of two logit arrays [T, V]."""
-        a, b = log_softmax(ours), log_softmax(theirs)
+        a, b = log_probs(ours), log_probs(theirs)
         kl = float((np.exp(b) * (b - a)).sum(axis=-1).mean())
         return cls(float(np.abs(a - b).max()), kl, float((a.argmax(-1) == b.argmax(-1)).mean()))
-
-
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """Over the last axis, in float64."""
-    wide = logits.astype(np.float64)
-    wide -= wide.max(axis=-1, keepdims=True)
-    return wide - np.log(np.exp(wide).sum(axis=-1, keepdims=True))
 
 
 def ours(

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from kvs_cli.app import main
-from tests.engine.compare import Distance, log_softmax, ours, theirs
+from tests.engine.compare import Distance, ours, theirs
 from tests.engine.tiny import text
 from tests.support import llamacpp
+from tests.support.compare import log_probs
 
 PROSE = (Path(__file__).parents[1] / "data" / "harbour.txt").read_text()
 CODE = """def merge(left: list[int], right: list[int]) -> list[int]:
@@ -136,7 +137,7 @@ def test_greedy_text(
         logits = context.decode(tokens + ids[:-1])[len(tokens) - 1 :]
         assert result["stop_reason"] == ("eos" if model.is_end(ids[-1]) else "length")
     assert result["stop_reason"] == "eos" or len(ids) == 128
-    for token, row in zip(ids, log_softmax(logits), strict=True):
+    for token, row in zip(ids, log_probs(logits), strict=True):
         if token != row.argmax():
             best = np.sort(row)[-2:]
             assert best[1] - best[0] < CLOSE_TOPS

@@ -21,10 +21,10 @@ from kvs_core.memory.phases import Phase
 from kvs_core.sampling.candidates import top_positions
 from kvs_core.sampling.chain import Sampler
 from kvs_core.sampling.params import SamplingParams
-from tests.engine.compare import log_softmax
 from tests.engine.machines import MACHINES, Machine, Move, machine_of, play, write_models
 from tests.engine.tiny import engine, kv_settings, text
 from tests.sampling.vocabs import LetterVocab
+from tests.support.compare import log_probs
 
 PREFILL, DECODE = Phase.PREFILL, Phase.DECODE
 HARBOUR = Path(__file__).parents[1] / "data" / "harbour.txt"
@@ -253,7 +253,7 @@ def test_the_host_has_the_same_log_probabilities(
             logits += [np.asarray(session.decode(token))[None] for token in tokens[cut:]]
             outcome.append(np.concatenate(logits))
             assert (built.report().h2d_bytes > 0) == (machine.on_gpu and device is not None)
-    distance = np.abs(log_softmax(outcome[0]) - log_softmax(outcome[1]))
+    distance = np.abs(log_probs(outcome[0]) - log_probs(outcome[1]))
     print(f"{types}: largest {distance.max():.4f}, mean {distance.mean():.5f} over {distance.shape}")
     assert distance.max() <= largest
     assert distance.mean() <= mean

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import socket
 import threading
@@ -16,6 +17,8 @@ import pytest
 from kvs_cli.server import jobs
 from kvs_cli.server.errors import ApiError
 from kvs_cli.server.jobs import Cancelled, Job, JobQueue
+from kvs_core.engine.session import Session
+from kvs_core.errors import DeviceError
 from tests.server.running import Running
 
 FIXED: dict[str, Any] = {"prompt": "The river in the north", "n_predict": 12, "temperature": 0}
@@ -68,6 +71,26 @@ def test_many_requests_of_all_kinds_leave_the_text_as_it_is(llama: Running) -> N
             llama.post("/completion", **(FIXED | {"prompt": f"Number {number}", "n_predict": 3}))
     assert llama.idle()
     assert llama.post("/completion", **FIXED)["content"] == known
+
+
+def test_a_failing_device_fails_its_request_alone(qwen: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request gets a 500 with the device's words; the next one begins anew and has its known text."""
+    known = qwen.post("/completion", **FIXED)
+    steps = itertools.count()
+    run = Session.prefill
+
+    def fails(session: Session, *given: Any, **named: Any) -> Any:
+        if next(steps) == 0:
+            run(session, *given, **named)
+            raise DeviceError("the device is on fire")
+        return run(session, *given, **named)
+
+    monkeypatch.setattr(Session, "prefill", fails)
+    error = qwen.post("/completion", 500, **FIXED)["error"]
+    assert error == {"code": 500, "message": "the device is on fire", "type": "server_error"}
+    again = qwen.post("/completion", **FIXED)
+    assert again["content"] == known["content"]
+    assert again["timings"]["cache_n"] == 0
 
 
 def leave(server: Running, stream: bool, after_s: float) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.server.running import Running
+from tests.server.running import Running, running
+from tests.support.tiny_gguf import write_tiny_qwen35
 
 GREEDY: dict[str, Any] = {"temperature": 0}
 PROMPT = "The cache holds the keys and the values of every token"
@@ -207,3 +209,24 @@ def test_tokens_and_back(llama: Running) -> None:
     plain = llama.post("/tokenize", content="<|eot_id|>", parse_special=False)["tokens"]
     assert len(plain) > 1
     assert llama.post("/tokenize") == {"tokens": []}
+
+
+@pytest.mark.parametrize("kind", ["ngram-simple", "draft-mtp"])
+def test_drafts_change_nothing_but_the_counts(kind: str, tmp_path: Path) -> None:
+    """With drafters the greedy text, its ends and its grammar are the same; timings and metrics count the drafts."""
+    path = write_tiny_qwen35(tmp_path / "qwen35.gguf", seed=1)
+    text = "The river is quiet. " * 4
+    asked = GREEDY | {"prompt": text, "n_predict": 40, "logit_bias": [["a", 9], ["b", 9]], "cache_prompt": False}
+    rule = asked | {"grammar": 'root ::= ("ab" | "ba"){12} "c"'}
+    stop = asked | {"stop": ["aaaaa", "bbb"]}
+    with running("-m", path, "-c", 1024) as server:
+        plain = [server.post("/completion", **each)["content"] for each in (asked, rule, stop)]
+    argv = ("--spec-type", kind, "--spec-ngram-simple-size-n", 2, "--spec-ngram-simple-size-m", 2)
+    with running("-m", path, "-c", 1024, "--metrics", *argv) as server:
+        replies = [server.post("/completion", **each) for each in (asked, rule, stop)]
+        assert [reply["content"] for reply in replies] == plain
+        drafted = sum(reply["timings"].get("draft_n", 0) for reply in replies)
+        assert drafted > 0
+        assert f"llamacpp:spec_decode_num_draft_tokens_total {drafted}" in server.http.get("/metrics").text
+        assert server.get("/slots")[0]["speculative"]
+        assert replies[0]["generation_settings"]["speculative.types"] == kind
