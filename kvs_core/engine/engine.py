@@ -171,6 +171,8 @@ class Engine:
         self._kv.truncate(tokens)
         self._state.reset()
         self._state.restore(tokens)
+        if self._model.nextn is not None:
+            self._device.ops.clear(self._model.nextn.hidden[:1])   # nothing stands before the first row
         self._kept.rows = 0
 
     def checkpoint(self) -> Checkpoint:

@@ -105,6 +105,8 @@ class Step:
                 parts.kept.rows = 0   # unless rows are kept: the table's first row is what stood before them
             else:
                 parts.device.begin_step(inputs)
+                if self._phase is Phase.DECODE:
+                    parts.kept.rows = 0   # as above, wherever it breaks off
                 with np.errstate(all="ignore"):
                     forward()
                 parts.kept.rows = 0

@@ -1,13 +1,16 @@
-"""The MTP block's drafts are the oracle's, whatever steps came before: prompts, decode steps, rows that were dropped."""
+"""The MTP block's drafts are the oracle's, whatever came before: prompts, decode steps, rows that were dropped."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from kvs_core.device.host.ops import HostOps
 from kvs_core.engine.budget import Drafting
 from kvs_core.engine.engine import Engine
 from kvs_core.errors import CapabilityError
@@ -33,11 +36,15 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     folder = tmp_path_factory.mktemp("nextn")
     match request.param:
         case "tied":
-            return write_tiny_qwen35(folder / "tied.gguf", seed=1, head_dim=48, n_layer=4)
+            return write_tiny_qwen35(folder / "tied.gguf", seed=1, head_dim=128, n_layer=4)
         case "untied":
             return write_tiny_qwen35(folder / "untied.gguf", seed=3, tied=False, n_layer=5, interval=3)
         case _:
             return write_tiny_qwen35(folder / "q8_0.gguf", seed=5, head_dim=96, n_layer=4, weight_type="q8_0")
+
+
+class Failure(Exception):
+    """What breaks a step off."""
 
 
 def play(built: Engine, steps: str) -> list[int]:
@@ -124,6 +131,34 @@ def test_a_sequence_that_begins_anew_remembers_nothing(path: Path, steps: str) -
     assert again == fresh
 
 
+@pytest.mark.parametrize("fail_at", [0, 1])
+def test_a_step_that_broke_off_leaves_the_block_as_it_was(
+    path: Path, monkeypatch: pytest.MonkeyPatch, fail_at: int
+) -> None:
+    """Whether attention failed in the trunk or in the block itself: drafts, and the block's keys and values from then
+    on, are those of a run without that step."""
+    outcome = []
+    for breaks in (False, True):
+        with engine(path, kv=kv_settings(), drafting=NEXTN) as built, monkeypatch.context() as patch:
+            play(built, "p20 d4:2")
+            if breaks:
+                calls = count(0)
+                attend = HostOps.attend_decode
+
+                def failing(*args: Any, calls: Iterator[int] = calls, attend: Any = attend, **named: Any) -> None:
+                    if next(calls) == fail_at:
+                        raise Failure
+                    attend(*args, **named)
+
+                patch.setattr(HostOps, "attend_decode", failing)
+                with pytest.raises(Failure):
+                    built.step([3, 4, 5], Phase.DECODE)
+            outcome.append(drafted(built, [7, 8]).tobytes())
+            play(built, "d3:2")
+            outcome.append(drafted(built, [7, 8]).tobytes())
+    assert outcome[:2] == outcome[2:]
+
+
 def test_the_trunk_does_not_see_the_block(path: Path) -> None:
     """Logits of an engine that loads the block are those of one that does not, bit for bit, drafts or no drafts."""
     outcome = []
@@ -157,8 +192,7 @@ def test_a_model_without_a_block_is_refused(tmp_path: Path) -> None:
         write_tiny_llama(tmp_path / "llama.gguf", seed=2),
         write_tiny_qwen35(tmp_path / "qwen35.gguf", seed=2, mtp=False),
     )
+    refusal = r"no MTP block \(.*nextn_predict_layers is 0\).*draft-resident"
     for model in models:
-        with pytest.raises(CapabilityError, match=r"no MTP block \(.*nextn_predict_layers is 0\).*draft-resident"), engine(
-            model, kv=kv_settings(), drafting=NEXTN
-        ):
+        with pytest.raises(CapabilityError, match=refusal), engine(model, kv=kv_settings(), drafting=NEXTN):
             pass
