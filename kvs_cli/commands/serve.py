@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -26,12 +27,16 @@ from kvs_cli.server.prompts import PromptReader
 from kvs_cli.server.replies import Names
 from kvs_cli.server.routes import Routes
 from kvs_cli.server.service import Service
-from kvs_cli.server.slot import PrefixConversation
+from kvs_cli.server.slot import Conversation
+from kvs_core.engine.checkpoints import Checkpoints
 from kvs_core.engine.engine import Engine
 from kvs_core.engine.session import Session
+from kvs_core.engine.session_file import model_key
+from kvs_core.errors import SettingsError
 from kvs_core.formats.grammar import GrammarCompiler
 from kvs_core.sampling.params import SamplingParams
 from kvs_core.settings import ServeSettings
+from kvs_core.units import MIB
 
 LOGGER = logging.getLogger(__name__)
 
@@ -51,6 +56,9 @@ class Server:
 
     def __init__(self, settings: ServeSettings) -> None:
         """Opens the port. Raises SettingsError."""
+        folder = settings.cache.folder
+        if folder is not None and not folder.is_dir():
+            raise SettingsError(f"--slot-save-path {folder}: is no folder; make it first")
         self._settings = settings
         self._screen = Screen.of(settings.logging)
         self._service: Service | None = None
@@ -120,9 +128,14 @@ class Server:
 
 
 def _room(settings: ServeSettings, model: OpenModel, engine: Engine) -> Room:
+    cache = settings.cache
+    limit_bytes = sys.maxsize if cache.ram_mib < 0 else cache.ram_mib * MIB
+    session = Session(
+        engine, Checkpoints(cache.checkpoints, limit_bytes), checkpoint_tokens=cache.checkpoint_tokens
+    )
     return Room(
-        PrefixConversation(Session(engine)), model.tokenizer, Metrics(), speculative=settings.engine.speculative,
-        special=settings.replies.special,
+        Conversation(session, model_key(model.file), cache.folder), model.tokenizer, Metrics(),
+        speculative=settings.engine.speculative, special=settings.replies.special,
     )
 
 

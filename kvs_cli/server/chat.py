@@ -16,6 +16,7 @@ from kvs_cli.server.fields import Fields, missing, refuse
 from kvs_cli.server.generation import Task
 from kvs_cli.server.options import Options
 from kvs_cli.server.service import Service
+from kvs_core.engine.session import common_prefix
 from kvs_core.errors import SettingsError
 from kvs_core.formats.chat_messages import checked_messages, checked_tools
 from kvs_core.formats.chat_output import ChatParser
@@ -35,6 +36,7 @@ class Chat:
     """One chat request, checked.
 
     text         the prompt
+    border       of it, the characters that a next turn keeps, though a template may drop the thoughts behind them
     tags         of the thoughts, None: they are part of the text
     is_open      the prompt has opened the thoughts
     tools        whose calls are looked for
@@ -43,6 +45,7 @@ class Chat:
     """
 
     text: str
+    border: int
     options: Options
     tags: ReasoningTags | None
     is_open: bool
@@ -80,7 +83,7 @@ def read_chat(body: Fields, service: Service) -> Chat:
     if options.grammar and options.json_schema is not None:
         raise bad_request("a grammar cannot be combined with a JSON schema; leave one of them out")
     variables = _variables(body, service)
-    text, continued = _render(body, service, messages, tools, variables)
+    text, border, continued = _render(body, service, messages, tools, variables)
     replies = service.settings.replies
     fmt = body.text("reasoning_format", replies.reasoning_format)
     if fmt not in _FORMATS:
@@ -88,7 +91,8 @@ def read_chat(body: Fields, service: Service) -> Chat:
     tags = reasoning_tags(service.template.text)
     parses = replies.parse
     return Chat(
-        text=text, options=options, tags=tags if fmt != "none" and parses else None, is_open=is_open(text, tags),
+        text=text, border=border, options=options,
+        tags=tags if fmt != "none" and parses else None, is_open=is_open(text, tags),
         notation=tool_notation(service.template.text),
         tools=tuple(tools) if choice != "none" and parses else (),
         several=body.flag("parallel_tool_calls", service.template.supports_tools), tool_choice=choice,
@@ -102,8 +106,10 @@ def chat_task(chat: Chat, service: Service) -> Task:
         tokens[0] for text in (CALL_START, CALL_END, *reasoning_tags(service.template.text))
         if len(tokens := service.model.tokenizer.encode(text, add_special=False)) == 1
     }  # fmt: skip
+    prompt = service.prompts.text(chat.text)
+    kept = service.prompts.encode(chat.text[: chat.border])
     return service.task(
-        service.prompts.text(chat.text), chat.options, constraint=_constraint(chat, service),
+        prompt, chat.options, border=common_prefix(kept, prompt), constraint=_constraint(chat, service),
         visible=frozenset(visible), chat_format="Content-only" if not chat.tools else chat.notation.value,
         reasoning_format="none" if chat.tags is None else service.settings.replies.reasoning_format,
     )
@@ -149,8 +155,8 @@ def _variables(body: Fields, service: Service) -> dict[str, Any]:
 
 def _render(
     body: Fields, service: Service, messages: list[Any], tools: list[dict[str, Any]], variables: dict[str, Any]
-) -> tuple[str, str]:
-    """The prompt, and the text of the last message where that is to be continued."""
+) -> tuple[str, int, str]:
+    """The prompt, its border, and the text of the last message where that is to be continued."""
     template = service.template
     if tools and not template.supports_tools:
         messages = _with_tools(messages, tools)
@@ -162,7 +168,11 @@ def _render(
     last = messages[-1] if messages and isinstance(messages[-1], Mapping) else {}
     trailing = last.get("role") == "assistant" and service.settings.replies.continue_assistant
     if wish is False or not (wish or (trailing and add_prompt)):
-        return template.render(messages, add_generation_prompt=add_prompt, tools=tools, kwargs=variables), ""
+        told = template.render(messages, add_generation_prompt=False, tools=tools, kwargs=variables)
+        if not add_prompt:
+            return told, len(told), ""
+        text = template.render(messages, tools=tools, kwargs=variables)
+        return text, common_prefix(told, text), ""
     if wish and "add_generation_prompt" in body and add_prompt:
         raise bad_request("add_generation_prompt and continue_final_message exclude each other; set one of them")
     if last.get("role") != "assistant":
@@ -177,7 +187,7 @@ def _render(
     tags = reasoning_tags(template.text)
     if is_open(head, tags):
         head += thoughts if wish == "reasoning_content" else f"{thoughts}\n{tags.end}\n\n"
-    return head + ("" if wish == "reasoning_content" else content), content
+    return head + ("" if wish == "reasoning_content" else content), len(head), content
 
 
 def _with_tools(messages: list[Any], tools: list[dict[str, Any]]) -> list[Any]:

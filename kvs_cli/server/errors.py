@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvs_core.errors import ContextError, KvsError, SettingsError
+from kvs_core.errors import ContextError, KvsError, SessionFileError, SettingsError
 
 _CODES = {
     "invalid_request_error": 400,
@@ -55,6 +55,8 @@ def api_error(error: BaseException) -> ApiError:
         )
     if isinstance(error, SettingsError):
         return bad_request(str(error))
+    if isinstance(error, SessionFileError):
+        return bad_request(f"Unable to save or restore slot: {error}")
     if isinstance(error, MemoryError):
         return ApiError("server_error", "out of memory; send a shorter request, or run kvs with a smaller context")
     if isinstance(error, KvsError):

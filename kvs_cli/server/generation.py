@@ -39,6 +39,7 @@ LOGGER = logging.getLogger(__name__)
 class Task:
     """What to complete, and how.
 
+    border      tokens of the prompt that the next turn is likely to begin with, see ``Session.prefill``
     constraint  what the text has to follow; used up by one run
     visible     control tokens that are text all the same
     settings    ``generation_settings`` of the reply
@@ -48,6 +49,7 @@ class Task:
     prompt: tuple[int, ...]
     options: Options
     settings: dict[str, Any]
+    border: int = 0
     constraint: Constraint | None = None
     visible: frozenset[int] = frozenset()
 
@@ -281,7 +283,9 @@ class Generation:
             job.emit(Progress(len(prompt), cached, cached + done, (now_s - start_s) * 1e3))
             job.check()   # the step is settled: what was read so far stays for the next request
 
-        logits: np.ndarray = room.conversation.session.prefill(prompt[cached:], progress=progress)[0]
+        logits: np.ndarray = room.conversation.session.prefill(
+            prompt[cached:], border=self._task.border - cached, progress=progress
+        )[0]
         self._prompt_done_s = time.perf_counter()
         self._timings = Timings(cached, len(prompt) - cached, (self._prompt_done_s - start_s) * 1e3)
         return logits

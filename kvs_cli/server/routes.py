@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -25,6 +26,7 @@ from kvs_cli.server.options import Options
 from kvs_cli.server.replies import Format, NativeFormat, TextFormat
 from kvs_cli.server.responses import ResponsesFormat
 from kvs_cli.server.service import Service
+from kvs_cli.server.slot import is_plain_name
 
 Handler = Callable[[Service, Request], Awaitable[Response]]
 
@@ -183,12 +185,28 @@ async def _slot_action(service: Service, request: Request, *, slot: str) -> Resp
     if slot != "0":
         raise bad_request("Invalid slot ID")
     action = request.query_params.get("action")
+    conversation = service.room.conversation
     if action in ("save", "restore"):
-        raise _not_supported("start the server with --slot-save-path to save and restore slots")
+        if not conversation.can_save:
+            raise _not_supported("start the server with --slot-save-path to save and restore slots")
+        body = await read_body(request, service.settings.listen.timeout_s)
+        name = body.text("filename")
+        if not is_plain_name(name):
+            raise bad_request("Invalid filename")
+        async with _client(request) as client:
+            start_s = time.perf_counter()
+            work = conversation.save if action == "save" else conversation.restore
+            saved = await service.call(client, partial(work, name))
+        took_ms = (time.perf_counter() - start_s) * 1e3
+        words = ("n_saved", "n_written") if action == "save" else ("n_restored", "n_read")
+        return JsonReply({
+            "id_slot": 0, "filename": name, words[0]: saved.tokens, words[1]: saved.size_bytes,
+            "timings": {f"{action}_ms": took_ms},
+        })
     if action != "erase":
         raise bad_request("Invalid action")
     async with _client(request) as client:
-        erased = await service.call(client, service.room.conversation.erase)
+        erased = await service.call(client, conversation.erase)
     return JsonReply({"id_slot": 0, "n_erased": erased})
 
 

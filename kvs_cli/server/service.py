@@ -53,7 +53,7 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self.threads, partial(work, *args))
 
     def task(
-        self, prompt: tuple[int, ...], options: Options, *, constraint: Constraint | None = None,
+        self, prompt: tuple[int, ...], options: Options, *, border: int = 0, constraint: Constraint | None = None,
         visible: frozenset[int] = frozenset(), **settings: object,
     ) -> Task:
         """A task under the next number. ``settings``: what its reply shows besides the options."""
@@ -61,7 +61,7 @@ class Service:
             "chat_format": "Content-only", "reasoning_format": "none", "reasoning_in_content": False,
             "generation_prompt": "", "speculative.types": ",".join(self.room.speculative.types) or "none", **settings,
         }  # fmt: skip
-        return Task(next(self._ids), prompt, options, shown, constraint, visible)
+        return Task(next(self._ids), prompt, options, shown, border, constraint, visible)
 
     def constraint(self, options: Options) -> Constraint | None:
         """The grammar or schema that a request names; a grammar wins."""

@@ -5,59 +5,66 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
 from kvs_core.engine.session import Session
+from kvs_core.engine.session_file import SavedSession, load_session, save_session
+
+_RESERVED = '/\\:*?"<>|'
+_LONGEST_NAME = 200
 
 
-class Conversation(Protocol):
+class Conversation:
     """Tokens that stay with the engine from one request to the next. For the engine's thread alone."""
 
-    @property
-    def session(self) -> Session:
-        """What ``begin`` left; its user extends it."""
+    def __init__(self, session: Session, model: str, folder: Path | None) -> None:
+        """
+        model   the key under which conversations are saved, ``model_key``
+        folder  where to; None: nowhere
+        """
+        self.session = session
+        self._model = model
+        self._folder = folder
 
     def begin(self, prompt: Sequence[int], *, reuse: bool) -> int:
         """Keep what the session shares with ``prompt``, and return how many tokens that is: the rest is to be run,
         and is never nothing. Not ``reuse``: keep nothing."""
+        if reuse:
+            return self.session.keep_common(prompt)
+        self.session.rewind(0)
+        return 0
 
     def erase(self) -> int:
         """Forget everything; how many tokens that was."""
-
-
-class PrefixConversation:
-    """Keeps the longest common prefix of the last request and the new prompt.
-
-    A model with recurrent layers cannot go back: it keeps all it holds if the prompt continues that, else nothing.
-    """
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-
-    @property
-    def session(self) -> Session:
-        """See ``Conversation``."""
-        return self._session
-
-    def begin(self, prompt: Sequence[int], *, reuse: bool) -> int:
-        """See ``Conversation``."""
-        held = self._session.tokens
-        common = min(shared(held, prompt), len(prompt) - 1) if reuse else 0
-        if common < len(held) and not self._session.engine.can_rewind:
-            common = 0
-        self._session.rewind(common)
-        return common
-
-    def erase(self) -> int:
-        """See ``Conversation``."""
-        held = len(self._session.tokens)
-        self._session.rewind(0)
+        held = len(self.session.tokens)
+        self.session.rewind(0)
         return held
 
+    def save(self, name: str) -> SavedSession:
+        """Write it to a file of the folder. ``SessionFileError``."""
+        return save_session(self.session, self._path(name), self._model)
 
-def shared(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the longest common prefix."""
-    return next((at for at, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    def restore(self, name: str) -> SavedSession:
+        """Go on where a saved one stood. ``SessionFileError`` for a file that does not fit; then nothing changes."""
+        return load_session(self.session, self._path(name), self._model)
+
+    @property
+    def can_save(self) -> bool:
+        """Whether there is a folder."""
+        return self._folder is not None
+
+    def _path(self, name: str) -> Path:
+        assert self._folder is not None
+        return self._folder / name
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether a name stays in its folder, on any system: no separators, control characters or reserved ones."""
+    return (
+        0 < len(name.encode(errors="replace")) <= _LONGEST_NAME and name not in (".", "..") and name == name.strip(" ")
+        and not name.endswith(".") and all(char.isprintable() and char not in _RESERVED for char in name)
+    )
 
 
 @dataclass(slots=True)

@@ -53,6 +53,11 @@ class Checkpoints:
         return [held.position for held in self._held]
 
     @property
+    def held(self) -> Sequence[Checkpoint]:
+        """By position, ascending."""
+        return tuple(self._held)
+
+    @property
     def size_bytes(self) -> int:
         """Host memory."""
         return sum(held.size_bytes for held in self._held)

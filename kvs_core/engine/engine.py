@@ -198,8 +198,8 @@ class Engine:
                 yield layer, page, self._kv.history_page(layer, page)
 
     def take_up(self, pages: Iterable[tuple[int, int, bytes]], checkpoint: Checkpoint, tokens: int) -> None:
-        """Begin behind ``tokens`` tokens whose pages and state come from elsewhere; what was here is forgotten."""
-        self.rewind(0)
+        """Begin behind ``tokens`` tokens whose pages and state come from elsewhere. Of an empty sequence."""
+        assert self.committed == 0, self.committed
         for layer, page, data in pages:
             self._kv.room_for(layer, page)[:] = np.frombuffer(data, np.uint8)
         self._kv.restore(tokens)

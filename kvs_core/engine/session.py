@@ -6,11 +6,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from kvs_core.engine.checkpoints import Checkpoints
+from kvs_core.engine.checkpoints import Checkpoint, Checkpoints
 from kvs_core.engine.engine import Engine
 from kvs_core.errors import ContextError
 from kvs_core.memory.phases import Phase
@@ -38,9 +38,11 @@ class Session:
         return self.engine.context.context_tokens - len(self.tokens)
 
     def prefill(
-        self, prompt: Sequence[int], *, progress: Progress | None = None, all_logits: bool = False
+        self, prompt: Sequence[int], *, border: int = 0, progress: Progress | None = None, all_logits: bool = False
     ) -> np.ndarray:
         """Run the prompt in batches of ubatches; logits float32 [1, V] of its last token, or [T, V] of all.
+
+        border  tokens of it behind which the next prompt is likely to differ: a ubatch ends there, with a checkpoint
 
         ``ContextError`` if it does not fit; then nothing has happened.
         """
@@ -48,7 +50,10 @@ class Session:
         check_prompt(len(self.tokens) + len(prompt), self.engine.context)
         logits: list[np.ndarray] = []
         done = 0
-        for rows in ubatches(len(prompt), self.engine.context.batch_tokens, self.engine.context.ubatch_tokens):
+        border = border if self._checkpoints is not None and 0 < border < len(prompt) else 0
+        sizes = [rows for part in (border, len(prompt) - border)
+                 for rows in ubatches(part, self.engine.context.batch_tokens, self.engine.context.ubatch_tokens)]
+        for rows in sizes:
             part = prompt[done : done + rows]
             with self.engine.step(part, Phase.PREFILL) as step:
                 done += rows
@@ -58,7 +63,7 @@ class Session:
                     logits.append(step.logits())
                 step.settle()
             self.tokens.extend(part)
-            self._checkpoint(done == len(prompt))
+            self._checkpoint(done in (border, len(prompt)))
             if progress is not None:
                 progress(done, len(prompt))
         return np.concatenate(logits)
@@ -83,22 +88,44 @@ class Session:
             self.rewind(0)
         else:
             self.engine.go_back(held)
-            del self.tokens[held.position :]
-        if self._checkpoints is not None:
-            self._checkpoints.forget_behind(len(self.tokens))
+            self._forget_behind(held.position)
 
-    def _checkpoint(self, is_end: bool) -> None:
-        """Within a prompt at its distance, and at its end: a next turn goes on there, or differs just behind."""
+    def _checkpoint(self, is_wanted: bool) -> None:
+        """Where it is wanted, and within a prompt at its distance."""
         if self._checkpoints is None:
             return
         last = self._checkpoints.positions[-1] if len(self._checkpoints) else 0
-        if len(self.tokens) > last and (is_end or len(self.tokens) - last >= self._checkpoint_tokens > 0):
+        if len(self.tokens) > last and (is_wanted or len(self.tokens) - last >= self._checkpoint_tokens > 0):
             self._checkpoints.add(self.engine.checkpoint())
 
     def rewind(self, tokens: int) -> None:
         """Go on behind the first ``tokens`` tokens; see ``Engine.rewind``."""
         self.engine.rewind(tokens)
+        self._forget_behind(tokens)
+
+    def _forget_behind(self, tokens: int) -> None:
         del self.tokens[tokens:]
+        if self._checkpoints is not None:
+            self._checkpoints.forget_behind(tokens)
+
+    @property
+    def checkpoints(self) -> Sequence[Checkpoint]:
+        """Where else than at its end the conversation can be taken up, by position."""
+        return () if self._checkpoints is None else self._checkpoints.held
+
+    def take_up(
+        self, tokens: Sequence[int], pages: Iterable[tuple[int, int, bytes]], checkpoints: Sequence[Checkpoint]
+    ) -> None:
+        """Be the conversation that was left with these tokens, pages and checkpoints, the last one at its end.
+
+        If that fails, the session is empty.
+        """
+        self.rewind(0)
+        self.engine.take_up(pages, checkpoints[-1], len(tokens))
+        self.tokens = list(tokens)
+        for checkpoint in checkpoints:
+            if self._checkpoints is not None and checkpoint.position > 0:
+                self._checkpoints.add(checkpoint)
 
     def decode(self, token: int, *, enough: int | None = None) -> np.ndarray | Candidates:
         """Add one token and return the logits float32 [V] that follow it, or the ``enough`` largest of them."""
@@ -110,10 +137,10 @@ class Session:
         return logits
 
 
-def common_prefix(held: Sequence[int], wanted: Sequence[int]) -> int:
-    """How many tokens both begin with."""
+def common_prefix(held: Sequence[object], wanted: Sequence[object]) -> int:
+    """How many tokens, or characters, both begin with."""
     most = min(len(held), len(wanted))
-    if held[:most] == wanted[:most]:
+    if list(held[:most]) == list(wanted[:most]):   # quick, and nearly always so
         return most
     return next(index for index in range(most) if held[index] != wanted[index])
 

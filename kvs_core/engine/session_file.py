@@ -1,9 +1,10 @@
 """Saved conversations: tokens, pages and recurrent state of a session in one file.
 
-    magic "KVSSESS1" | u32 header bytes | header (JSON) | tokens int32 | pages, layer by layer | state arrays | SHA-256
+    magic "KVSSESS1" | u32 header bytes | header (JSON) | tokens int32 | pages, layer by layer | checkpoints | SHA-256
 
-The header names the model, the pages' layout and every array, so that a file of another model or another KV type is
-refused before anything changes; so is one whose checksum, over all that stands before it, is wrong. Files are written
+The header names the model, the pages' layout, the checkpoints' positions and the arrays of each, so that a file of
+another model or another KV type is refused before anything changes; so is one whose checksum, over all that stands
+before it, is wrong. The last checkpoint stands at the end of the tokens. Files are written
 beside their place and then renamed; only their owner can read them.
 """
 
@@ -17,6 +18,8 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -55,14 +58,15 @@ def model_key(file: GgufFile) -> str:
 def save_session(session: Session, path: Path, key: str) -> SavedSession:
     """Write a session, between steps. ``SessionFileError`` if it cannot be written; then ``path`` is as it was."""
     engine = session.engine
-    checkpoint = engine.checkpoint()
-    arrays = dict(_arrays(checkpoint))
+    checkpoints = [held for held in session.checkpoints if held.position < engine.committed]
+    checkpoints.append(engine.checkpoint())
     header = {
         "model": key,
         "layout": engine.geometry.layout_id,
         "layers": engine.kv_layers,
         "tokens": engine.committed,
-        "arrays": [[name, array.dtype.str, list(array.shape)] for name, array in arrays.items()],
+        "positions": [held.position for held in checkpoints],
+        "arrays": _shapes(checkpoints[-1]),
     }
     encoded = json.dumps(header).encode()
     try:
@@ -74,8 +78,9 @@ def save_session(session: Session, path: Path, key: str) -> SavedSession:
                 out.write(np.asarray(session.tokens[: engine.committed], np.int32).tobytes())
                 for _, _, page in engine.pages():
                     out.write(page.tobytes())
-                for array in arrays.values():
-                    out.write(np.ascontiguousarray(array).tobytes())
+                for held in checkpoints:
+                    for _, array in _arrays(held):
+                        out.write(array.tobytes())
                 file.write(out.digest.digest())
                 size = file.tell()
             os.replace(temporary, path)
@@ -103,23 +108,19 @@ def load_session(session: Session, path: Path, key: str) -> SavedSession:
             _check_header(header, session, key, path)
             count = header["tokens"]
             pages = engine.kv_layers * engine.geometry.pages_of(count)
-            arrays_bytes = sum(np.dtype(kind).itemsize * int(np.prod(shape)) for _, kind, shape in header["arrays"])
-            expected = file.tell() + 4 * count + pages * engine.geometry.page_bytes + arrays_bytes + 32
+            checkpoint_bytes = engine.checkpoint().size_bytes
+            expected = (
+                file.tell() + 4 * count + pages * engine.geometry.page_bytes
+                + len(header["positions"]) * checkpoint_bytes + 32
+            )
             if size != expected:
                 raise SessionFileError(f"{path}: has {size} bytes where its header says {expected}; save it again")
             tokens = np.frombuffer(file.read(4 * count), np.int32).tolist()
             pages_at = file.tell()
             file.seek(pages * engine.geometry.page_bytes, os.SEEK_CUR)
-            arrays = {
-                name: np.frombuffer(
-                    file.read(np.dtype(kind).itemsize * int(np.prod(shape))), np.dtype(kind)
-                ).reshape(shape)
-                for name, kind, shape in header["arrays"]
-            }
+            checkpoints = [_read_checkpoint(file, header["arrays"], position) for position in header["positions"]]
             file.seek(pages_at)
-            session.tokens = []
-            engine.take_up(_pages(file, session, count), _checkpoint(arrays, count), count)
-            session.tokens = tokens
+            session.take_up(tokens, _pages(file, session, count), checkpoints)
     except OSError as error:
         raise SessionFileError(f"{path}: the session cannot be read: {error.strerror or error}") from error
     return SavedSession(count, size)
@@ -149,7 +150,15 @@ def _arrays(checkpoint: Checkpoint) -> Iterator[tuple[str, np.ndarray]]:
         yield "hidden", checkpoint.hidden
 
 
-def _checkpoint(arrays: dict[str, np.ndarray], position: int) -> Checkpoint:
+def _shapes(checkpoint: Checkpoint) -> list[list[Any]]:
+    return [[name, array.dtype.str, list(array.shape)] for name, array in _arrays(checkpoint)]
+
+
+def _read_checkpoint(file: BinaryIO, shapes: list[list[Any]], position: int) -> Checkpoint:
+    arrays = {}
+    for name, kind, shape in shapes:
+        dtype = np.dtype(kind)
+        arrays[name] = np.frombuffer(file.read(dtype.itemsize * prod(shape)), dtype).reshape(shape)
     layers = {
         int(name.removeprefix("state.")): (array, arrays[name.replace("state.", "ring_x.")])
         for name, array in arrays.items() if name.startswith("state.")
@@ -186,10 +195,12 @@ def _read_header(file: BinaryIO, path: Path) -> dict[str, Any]:
         raise SessionFileError(f"{path}: a header of {length} bytes; is it a saved session of kvs?")
     try:
         header: dict[str, Any] = json.loads(file.read(length))
-        header["tokens"] = int(header["tokens"])
-        if {"model", "layout", "layers", "arrays"} <= header.keys() and header["tokens"] >= 0:
+        header["tokens"] = count = int(header["tokens"])
+        header["positions"] = places = [int(position) for position in header["positions"]]
+        in_order = all(0 <= first < last for first, last in pairwise(places)) and places[-1] == count >= 0
+        if in_order and {"model", "layout", "layers", "arrays"} <= header.keys():
             return header
-    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+    except (ValueError, TypeError, LookupError, OverflowError, RecursionError):
         pass
     raise SessionFileError(f"{path}: its header cannot be read; save it again")
 
@@ -209,8 +220,7 @@ def _check_header(header: dict[str, Any], session: Session, key: str, path: Path
             f"{path}: holds {header['tokens']} tokens, the context has room for {engine.context.context_tokens}; "
             "raise --ctx-size"
         )
-    arrays = [[name, array.dtype.str, list(array.shape)] for name, array in _arrays(engine.checkpoint())]
-    if arrays != header["arrays"]:
+    if _shapes(engine.checkpoint()) != header["arrays"]:
         raise SessionFileError(
             f"{path}: holds other recurrent state than this session has; use the same --spec-type and --device"
         )

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvs_core.engine.checkpoints import Checkpoints
 from kvs_core.engine.session import Session
 from kvs_core.engine.session_file import load_session, save_session
 from kvs_core.errors import SessionFileError
@@ -56,6 +57,24 @@ def test_it_goes_on_with_the_same_bits(model: str, pool: float | None, request: 
                    for token, logits in zip(range(20, 30), wanted, strict=True))
 
 
+def test_checkpoints_are_saved_too(tiny_qwen35: Path, tmp_path: Path) -> None:
+    """A turn that differs before the end of what was saved goes on at the border that was marked."""
+    edited = [*PROMPT[:120], 3, 4, 5]
+    with engine(tiny_qwen35, kv=kv_settings()) as built:
+        session = Session(built, Checkpoints(8, 1 << 30))
+        session.prefill(PROMPT, border=100)
+        save_session(session, tmp_path / "talk", KEY)
+        assert session.keep_common(edited) == 100
+        wanted = session.prefill(edited[100:])
+    with engine(tiny_qwen35, kv=kv_settings(), pool=0.3) as built:
+        session = Session(built, Checkpoints(8, 1 << 30))
+        session.prefill(PROMPT[::-1])
+        load_session(session, tmp_path / "talk", KEY)
+        assert [held.position for held in session.checkpoints] == [100, 150]
+        assert session.keep_common(edited) == 100
+        assert np.array_equal(session.prefill(edited[100:]), wanted)
+
+
 def test_an_empty_session(tiny_qwen35: Path, tmp_path: Path) -> None:
     with engine(tiny_qwen35, kv=kv_settings()) as built:
         session = Session(built)
@@ -83,9 +102,15 @@ DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "cut": (lambda data: data[:-1000], "checksum"),
     "one bit": (lambda data: data[:5000] + bytes([data[5000] ^ 1]) + data[5001:], "checksum"),
     "more behind": (lambda data: data + b"x", "checksum"),
-    "a longer text": (lambda data: _header(data, lambda header: header.update(tokens=151)), "bytes"),
-    "a huge text": (lambda data: _header(data, lambda header: header.update(tokens=1 << 40)), "--ctx-size"),
+    "a longer text": (
+        lambda data: _header(data, lambda header: header.update(tokens=151, positions=[151])), "bytes"),
+    "a huge text": (
+        lambda data: _header(data, lambda header: header.update(tokens=1 << 40, positions=[1 << 40])), "--ctx-size"),
     "a negative text": (lambda data: _header(data, lambda header: header.update(tokens=-1)), "header"),
+    "checkpoints out of order": (
+        lambda data: _header(data, lambda header: header.update(positions=[9, 3, 150])), "header"),
+    "a checkpoint too many": (lambda data: _header(data, lambda header: header.update(positions=[9, 150])), "bytes"),
+    "no checkpoint": (lambda data: _header(data, lambda header: header.update(positions=[])), "header"),
     "no text": (lambda data: _header(data, lambda header: header.pop("tokens")), "header"),
     "a list": (lambda data: _rehashed(data[:8] + struct.pack("<I", 2) + b"[]" + data[100:]), "header"),
     "no JSON": (lambda data: _rehashed(data[:8] + struct.pack("<I", 2) + b"{{" + data[100:]), "header"),

@@ -15,9 +15,9 @@ from kvs_core.device.cuda.kernel import address
 from kvs_core.device.cuda.ops.attend_decode import AttendDecode
 from kvs_core.device.cuda.plan import DevicePlan
 from kvs_core.device.cuda.tables import PlanLayout
-from kvs_core.paging.geometry import GROUP_PAGES, KvType, PageGeometry, PageOrder, hadamard_block
+from kvs_core.paging.geometry import GROUP_PAGES, SEGMENT_GROUPS, KvType, PageGeometry, PageOrder, hadamard_block
 from kvs_core.paging.schedule import Run
-from kvs_core.paging.spans import LEAST_SCRATCH_GROUPS, Chunk, LayerPlan, plan_layer, segments_of
+from kvs_core.paging.spans import LEAST_SCRATCH_GROUPS, Chunk, LayerPlan, plan_layer
 from kvs_core.units import align_up, ceil_div
 from tests.ops import kv_pages
 from tests.ops.paged import Context, Slots
@@ -178,7 +178,7 @@ class Attention:
         width = (rows, heads, geometry.v_dim + 2)
         most_pages = max(most_pages, plan.pages)
         self.scratch = lab.empty((groups, *width), np.float32)
-        self.segments = lab.empty((segments_of(most_pages), *width), np.float32)
+        self.segments = lab.empty((ceil_div(most_pages, GROUP_PAGES * SEGMENT_GROUPS), *width), np.float32)
         self.out = lab.empty((rows, heads * geometry.v_dim), np.float32)
         self.y, self.q = lab.array(case.y), lab.array(query_buffer(case))
         self.layout = PlanLayout(most_pages, len(plan.calls))

@@ -73,19 +73,19 @@ def test_a_common_prefix_is_not_run_again(llama: Running) -> None:
     assert first["content"] == again["content"] == cold["content"]
 
 
-def test_recurrent_layers_go_on_or_start_anew(qwen: Running) -> None:
-    """A prompt that continues what is held runs its new tokens alone; any other one runs whole. The text is the same.
-    """
+def test_recurrent_layers_go_on_or_go_back(qwen: Running) -> None:
+    """A prompt that continues what is held runs its new tokens alone; another one goes on at the last checkpoint that
+    it shares, the end of the first prompt. The text is the same."""
     asked = GREEDY | {"prompt": PROMPT, "n_predict": 4, "return_tokens": True}
     first = qwen.post("/completion", **asked)
     tokens = qwen.post("/tokenize", content=PROMPT)["tokens"]
     held = tokens + first["tokens"][:-1]   # the last one was never run
     more = GREEDY | {"prompt": [*held, 7], "n_predict": 4}
     warm = qwen.post("/completion", **more)
-    cold = qwen.post("/completion", **more)
-    assert warm["timings"]["cache_n"] == len(held)
-    assert cold["timings"]["cache_n"] == 0
-    assert warm["content"] == cold["content"]
+    back = qwen.post("/completion", **more)
+    cold = qwen.post("/completion", **more, cache_prompt=False)
+    assert [reply["timings"]["cache_n"] for reply in (warm, back, cold)] == [len(held), len(tokens), 0]
+    assert warm["content"] == back["content"] == cold["content"]
     assert qwen.post("/completion", **asked)["content"] == first["content"]
 
 
