@@ -178,6 +178,7 @@ def plan_budget(
     plan = context.plan(spec.n_ctx_train)
     mode = ResidencyMode.parse(kv.residency_mode)
     layers = drafting.kv_layers(spec)
+    _check_auxiliary(kv, spec)
     geometry = device.page_layout(page_geometry(layers, kv))
     need = pool_need(geometry, len(layers), plan, mode, drafting.head_pages)
     buffers = phase_buffers(spec, geometry, plan, device.scratch, drafting.nextn)
@@ -190,6 +191,15 @@ def plan_budget(
     )
     _check_ring(kv, need, min(memory.slots(phase) for phase in Phase))
     return Budget(plan, mode, geometry, need, buffers, memory)
+
+
+def _check_auxiliary(kv: KvSettings, spec: ModelSpec) -> None:
+    """``SettingsError`` if the count that was given is not the model's."""
+    if kv.auxiliary_layers not in (None, len(spec.nextn)):
+        raise SettingsError(
+            f"--kv-stream-auxiliary-layers {kv.auxiliary_layers}: the MTP layers of {spec.name} are {len(spec.nextn)}; "
+            "give that, or leave it out"
+        )
 
 
 def _check_ring(kv: KvSettings, need: PoolNeed, pool_slots: int) -> None:

@@ -134,6 +134,7 @@ class KvSettings:
     ring_slots  pages of the ring, run_pages pages moved by one copy; 0: the engine chooses
     rotation    quantised K and V are stored rotated by a Hadamard transform
     fit         an arena that the engine chooses is held to a part of free memory; else it is one for the whole context
+    auxiliary_layers  MTP layers with KV that the model is thought to have; None: whatever it has
     """
 
     type_k: str = "f16"
@@ -146,6 +147,7 @@ class KvSettings:
     run_pages: int = 0
     rotation: bool = True
     fit: bool = True
+    auxiliary_layers: int | None = None
 
     def __post_init__(self) -> None:
         for flag, name in (("--cache-type-k", self.type_k), ("--cache-type-v", self.type_v)):

@@ -127,6 +127,7 @@ def engine_settings(values: Values) -> EngineSettings:
             run_pages=values["run_pages"],
             rotation=values["rotation"],
             fit=values["fit"],
+            auxiliary_layers=values["auxiliary_layers"],
         ),
         rope=_rope(values),
         device=DeviceSettings(

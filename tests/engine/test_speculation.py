@@ -15,13 +15,11 @@ from hypothesis import strategies as st
 from kvs_core.demo import DEMO_MODEL
 from kvs_core.device.host.device import HostDebug
 from kvs_core.engine.budget import Drafting
-from kvs_core.engine.engine import Engine
 from kvs_core.engine.round import accept_prompt, generate
 from kvs_core.engine.session import Session
 from kvs_core.engine.speculation import MOST_DRAFTED, make_speculation
 from kvs_core.formats.gguf import GgufFile
 from kvs_core.formats.tokenizer import Tokenizer
-from kvs_core.memory.phases import Phase
 from kvs_core.sampling.chain import Pick, Sampler
 from kvs_core.sampling.params import SamplingParams
 from kvs_core.settings.drafters import (
@@ -35,12 +33,12 @@ from kvs_core.settings.drafters import (
 from kvs_core.speculative.drafter import DraftStats
 from kvs_core.speculative.verifier import Row
 from tests.engine.machines import MACHINES, Machine, machine_of
+from tests.engine.rounds import PREFILL, ROUNDS, Left, Round, play_rounds
 from tests.engine.test_exact import hostile
 from tests.engine.tiny import engine, kv_settings, text
 from tests.sampling.vocabs import LetterVocab
 from tests.support.tiny_gguf import write_tiny_qwen35
 
-PREFILL, DECODE = Phase.PREFILL, Phase.DECODE
 HARBOUR = Path(__file__).parents[1] / "data" / "harbour.txt"
 
 NGRAMS = [("ngram-simple",), ("ngram-map-k",), ("ngram-map-k4v",), ("ngram-mod",), ("ngram-cache",)]
@@ -202,7 +200,7 @@ def test_drafts_on_resident_pages_are_right_where_all_is_resident(tiny_llama: Pa
         assert found.stats["draft-resident"].drafts == 6
 
 
-@pytest.mark.parametrize("left", range(1, 11))
+@pytest.mark.parametrize("left", [1, 2, 3, 5, 9])
 def test_a_context_is_filled_to_its_end(tiny_qwen35: Path, left: int) -> None:
     """No draft reaches beyond the context, nor beyond the tokens asked for; the text ends where it does without."""
     prompt = text(256, 256 - left)
@@ -215,117 +213,7 @@ def test_a_context_is_filled_to_its_end(tiny_qwen35: Path, left: int) -> None:
 
 # Rounds of any kind, whose rejections leave no trace.
 
-@dataclass(frozen=True)
-class Round:
-    """One step: drafts, then rows of which some are kept; or a prefill, or a step that is left before it ran.
-
-    kind   "", "next" or "resident": who drafts
-    """
-
-    kind: str
-    drafts: int
-    rows: int
-    keep: int
-    left_open: bool = False
-    prefill: bool = False
-
-
-ROUNDS = st.lists(
-    st.builds(
-        lambda kind, drafts, rows, keep, end: Round(
-            kind, min(drafts, 8), rows, min(keep, rows), left_open=end == "left open", prefill=end == "prefill"
-        ),
-        st.sampled_from(["", "next", "resident"]), st.integers(1, 8), st.integers(1, 8), st.integers(0, 8),
-        st.sampled_from(["", "", "", "", "left open", "prefill"]),
-    ),
-    min_size=1, max_size=12,
-)
-
 BOTH = Drafting(nextn=True, resident=True)
-
-
-def play_rounds(built: Engine, prompt: int, rounds: Sequence[Round], seed: int, *, drafting: bool) -> int:
-    """Play them, or just the rows that are kept. The token that would come next."""
-    vocab, dice = built.spec.n_vocab, np.random.default_rng(seed)
-    right = text(vocab, 8 * len(rounds) + 1, seed)   # by position behind the prompt
-    ubatch = built.context.ubatch_tokens
-    for at in range(0, prompt, ubatch):
-        with built.step(text(vocab, min(ubatch, prompt - at), at), PREFILL) as step:
-            step.settle()
-    start = built.committed
-    for each in rounds:
-        at = built.committed - start
-        if each.prefill:
-            with built.step(right[at : at + each.rows], PREFILL) as step:
-                step.settle()
-            continue
-        kept = right[at : at + each.keep]
-        if not drafting:
-            for token in kept:
-                with built.step([token], DECODE) as step:
-                    step.settle()
-            continue
-        with built.open(8) as step:
-            if each.kind:
-                draft = step.draft_next if each.kind == "next" else step.draft_resident
-                for token in dice.integers(0, vocab, each.drafts):
-                    draft(int(token))
-            if not each.left_open or each.keep == 0:
-                wrong = dice.integers(0, vocab, each.rows - each.keep)
-                step.run([*kept, *(int(token) for token in wrong)])
-            if not each.left_open:
-                step.settle(each.keep)
-        if each.left_open and kept:
-            with built.step(kept, DECODE) as step:
-                step.settle()
-    return right[built.committed - start]
-
-
-@dataclass(frozen=True)
-class Left:
-    """What a run leaves behind: committed keys and values, states, and what it says next.
-
-    drafts  logits of drafts of the MTP block, if it saw all of its keys and values, as where every page is held
-    """
-
-    committed: int
-    rows: list[bytes]
-    states: list[bytes]
-    logits: bytes
-    drafts: list[bytes]
-
-    @classmethod
-    def by(cls, built: Engine, token: int) -> Left:
-        """By a run that ``token`` follows."""
-        kv = built._kv
-        kv.drain()
-        geometry, committed = built.geometry, built.committed
-        rows, drafts = [], []
-        for layer in range(kv.layers):
-            for page in range(geometry.pages_of(committed)):
-                filled = min(geometry.page_tokens, committed - page * geometry.page_tokens)
-                data = kv.history_page(layer, page)
-                for head in range(geometry.kv_heads):
-                    k, v = geometry.k_offset(head), geometry.v_offset(head)
-                    rows.append(data[k : k + filled * geometry.k_row_bytes].tobytes())
-                    rows.append(data[v : v + filled * geometry.v_row_bytes].tobytes())
-        with built.open(8) as step:
-            for _ in range(3 if built.drafting.nextn and kv._state.cuts[-1] == 0 else 0):
-                step.draft_next(token)
-                drafts.append(step.logits().tobytes())
-            step.run([token, token])
-            logits = step.logits(0).tobytes()
-        built._state.flush()
-        states = [np.asarray(built._device.download(state.state)).tobytes() for state in built._state._states.values()]
-        return cls(committed, rows, states, logits, drafts)
-
-    def check(self, other: Left) -> None:
-        """``other`` is of a run that holds every page."""
-        assert self.committed == other.committed
-        assert self.rows == other.rows
-        assert self.states == other.states
-        assert self.logits == other.logits
-        assert self.drafts in ([], other.drafts)
 
 
 @settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])
@@ -372,12 +260,12 @@ def machine(request: pytest.FixtureRequest) -> Machine:
 
 @pytest.fixture(scope="module")
 def tiny_mtp(machine: Machine, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two recurrent layers, two attention layers and an MTP block; larger on a GPU."""
+    """A recurrent layer, one of attention and an MTP block; larger on a GPU."""
     path = tmp_path_factory.mktemp("mtp") / "qwen35.gguf"
     if machine.on_gpu:
         return write_tiny_qwen35(path, seed=1)
     return write_tiny_qwen35(
-        path, seed=1, n_layer=4, interval=2, embd=32, heads=2, kv_heads=1, head_dim=64, ffn=32, ssm_state=32,
+        path, seed=1, n_layer=2, interval=2, embd=32, heads=2, kv_heads=1, head_dim=64, ffn=32, ssm_state=32,
         ssm_k_heads=1, ssm_v_heads=2,
     )
 
@@ -388,7 +276,7 @@ def test_rejections_leave_no_trace_on_cuda(machine: Machine, tiny_mtp: Path) -> 
     cases = machine.choose([(188, SCRIPT, 0)], [(prompt, SCRIPT * 3, prompt) for prompt in range(255, 275, 3)])
     for prompt, script, seed in cases:
         outcome = []
-        for pool in (0.1, None):   # the first streams, but nothing of the MTP block
+        for pool in (0.05, None):   # the first streams, but nothing of the MTP block
             with engine(
                 tiny_mtp, kv=kv_settings(ring_slots=1), pool=pool, fixed=True, ubatch=32, drafting=drafting,
                 device=machine.device,

@@ -27,6 +27,7 @@ RUN = GROUP_PAGES
 LINK = 1000.0 * PAGE_BYTES
 COOL_DOWN = 8
 EASE = 256
+HEADS = st.sampled_from([0, GROUP_PAGES, 2 * GROUP_PAGES])
 
 
 def config(layers: int = 4, **others: object) -> ResidencyConfig:
@@ -58,9 +59,11 @@ def observations(draw: st.DrawFn) -> Observation:
     )
 
 
-def least_of_step(layers: int, pages: int, writable_page: int) -> int:
-    """Slots that one step needs, by hand: all pages, or the groups it may write and one slot to stream through."""
-    touched = pages - writable_page // GROUP_PAGES * GROUP_PAGES
+def least_of_step(layers: int, pages: int, writable_page: int, head_pages: int = 0) -> int:
+    """Slots that one step needs, by hand: all pages, or a head and the groups it may write, and one slot to stream
+    through."""
+    limit = writable_page // GROUP_PAGES * GROUP_PAGES
+    touched = pages - max(0, limit - head_pages)
     return min(layers * pages, layers * touched + 1)
 
 
@@ -118,13 +121,17 @@ def test_resident_mode_holds_everything_or_refuses(layers: int, seen: list[Obser
             assert caught.value.needed_mib == layers * each.pages * PAGE_MIB
 
 
-@given(st.integers(1, 4), st.integers(1, 700), st.integers(1, 130))
-def test_least_pool_is_enough_and_not_a_slot_too_many(layers: int, context: int, rows: int) -> None:
-    """Any step of any length and width runs in the least pool; with one slot fewer some step is refused."""
+@given(st.integers(1, 4), st.integers(1, 700), st.integers(1, 130), HEADS, st.data())
+def test_least_pool_is_enough_and_not_a_slot_too_many(
+    layers: int, context: int, rows: int, head_pages: int, data: st.DataObject
+) -> None:
+    """Any step of any length and width runs in the least pool, whatever head stays and whichever layers are favoured;
+    with one slot fewer some step is refused."""
     page = 32
     rows = min(rows, context)
-    least = least_pool_slots(layers, context, page, rows)
-    used, state = config(layers), start(layers)
+    least = least_pool_slots(layers, context, page, rows, head_pages)
+    used = config(layers, head_pages=head_pages, favoured=data.draw(st.integers(0, layers)))
+    state = start(layers)
     refused = False
     for first in range(context):
         for width in {1, min(rows, context - first)}:
@@ -135,6 +142,74 @@ def test_least_pool_is_enough_and_not_a_slot_too_many(layers: int, context: int,
             except BudgetError:
                 refused = True
     assert refused
+
+
+@given(
+    st.integers(1, 5), HEADS, st.sampled_from([0, 0, 1, 7]), st.lists(observations(), min_size=1, max_size=12),
+    st.data(),
+)
+def test_heads_and_favoured_layers_fit_like_others(
+    layers: int, head_pages: int, ring_slots: int, seen: list[Observation], data: st.DataObject
+) -> None:
+    """Always: resident pages and the ring fit; heads and what is written stay; cuts are whole groups and stream a group
+    at least, or none; favoured layers give only what no other can. Or the pool is too small."""
+    favoured = data.draw(st.integers(0, layers))
+    used, state = config(layers, head_pages=head_pages, favoured=favoured, ring_slots=ring_slots), start(layers)
+    for each in seen:
+        least = least_of_step(layers, each.pages, each.writable_page, head_pages)
+        if each.pool_slots < least:
+            with pytest.raises(BudgetError, match="--kv-stream-arena-mib") as caught:
+                residency_step(used, state, each)
+            assert caught.value.needed_mib == least * PAGE_MIB
+            continue
+        before, state = state.cuts, residency_step(used, state, each)
+        limit = each.writable_page // GROUP_PAGES * GROUP_PAGES
+        streamed = [used.streamed(cut) for cut in state.cuts]
+        for cut, pages in zip(state.cuts, streamed, strict=True):
+            assert cut % GROUP_PAGES == 0
+            assert cut == 0 or head_pages < cut <= limit
+            assert pages == (range(head_pages, cut) if cut else range(0))
+        resident = sum(each.pages - len(pages) for pages in streamed)
+        assert resident + state.ring_slots <= each.pool_slots
+        assert (state.ring_slots > 0) == any(state.cuts)
+        if any(state.cuts):
+            assert each.pool_slots - resident - state.ring_slots < GROUP_PAGES + layers, "no pool is left idle"
+        others, loved = state.cuts[: layers - favoured], state.cuts[layers - favoured :]
+        if any(after > cut for after, cut in zip(loved, before[layers - favoured :], strict=True)):
+            assert all(cut == limit for cut in others)
+        for alike in (others, loved):
+            assert not alike or max(alike) - min(alike) <= GROUP_PAGES + head_pages
+
+
+@given(st.integers(2, 5), HEADS, st.integers(40, 120), st.integers(0, 200))
+def test_favoured_layers_give_up_last_and_get_back_first(layers: int, head_pages: int, pages: int, extra: int) -> None:
+    """While a context grows the last layer keeps everything until all others stream all that they can; when the pool
+    grows it has its pages back before any other has."""
+    used, state = config(layers, head_pages=head_pages, favoured=1, ring_slots=4), start(layers)
+    pool = least_pool_slots(layers, pages * 32, 32, 1, head_pages) + extra
+    for number in range(1, pages + 1):
+        before, state = state, residency_step(used, state, Observation(number, number - 1, pool))
+        limit = (number - 1) // GROUP_PAGES * GROUP_PAGES
+        if state.cuts[-1] > before.cuts[-1]:
+            assert all(cut == limit for cut in state.cuts[:-1])
+    seen = Observation(pages, pages - 1, pool)
+    for more in range(0, layers * pages, GROUP_PAGES):
+        before = state
+        state = residency_step(used, state, replace(seen, pool_slots=pool + more))
+        assert all(a <= b for a, b in zip(state.cuts, before.cuts, strict=True))
+        if state.cuts[-1]:
+            assert state.cuts[:-1] == before.cuts[:-1]
+
+
+def test_streamed_pages_begin_behind_the_head() -> None:
+    """A cut within the head streams nothing."""
+    used = config(head_pages=2 * GROUP_PAGES)
+    assert [len(used.streamed(cut)) for cut in (0, 4, 8, 12, 16)] == [0, 0, 0, 4, 8]
+    assert used.streamed(16) == range(8, 16)
+    assert config().streamed(16) == range(16)
+    for wrong in ({"head_pages": 3}, {"favoured": 5}, {"favoured": -1}):
+        with pytest.raises(AssertionError):
+            config(4, **wrong)
 
 
 @given(

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvs_core.paging.geometry import GROUP_PAGES, SEGMENT_GROUPS
+from kvs_core.paging.geometry import GROUP_PAGES, SEGMENT_GROUPS, KvType
 from kvs_core.paging.schedule import plan_schedule
 from kvs_core.paging.spans import LEAST_SCRATCH_GROUPS, Chunk, Fold, LayerPlan, plan_layer, row_spans
 from kvs_core.units import ceil_div
+from tests.ops.paged import Context, decode, geometry_of
 
 SEGMENT_PAGES = SEGMENT_GROUPS * GROUP_PAGES
 RING = 24
@@ -32,6 +34,18 @@ def plans(draw: st.DrawFn, max_pages: int = 4 * SEGMENT_PAGES) -> LayerPlan:
         chunks.append(Chunk(run.page_range, run))
     chunks.append(Chunk(range(cut, pages)))
     return plan_layer(slots, chunks, scratch_groups=draw(st.sampled_from([1, 2, 4])) * LEAST_SCRATCH_GROUPS)
+
+
+@st.composite
+def partial_plans(draw: st.DrawFn) -> tuple[LayerPlan, list[int]]:
+    """A draft's plan: the resident pages of a layer with a streamed middle that is left out; and those pages."""
+    pages = draw(st.integers(1, 4 * SEGMENT_PAGES))
+    cut = draw(st.integers(0, (pages - 1) // GROUP_PAGES)) * GROUP_PAGES
+    first = min(draw(st.integers(0, 3)) * GROUP_PAGES, cut)
+    chunks = [Chunk(part) for part in (range(first), range(cut, pages)) if len(part)]
+    slots = [7 if first <= page < cut else RING + page for page in range(pages)]   # those left out mean nothing
+    scratch_groups = draw(st.sampled_from([1, 2, 4])) * LEAST_SCRATCH_GROUPS
+    return plan_layer(slots, chunks, scratch_groups=scratch_groups, partial=True), [*range(first), *range(cut, pages)]
 
 
 def symbolic(plan: LayerPlan) -> dict[int, list[list[int]]]:
@@ -72,6 +86,62 @@ def test_any_chunking_folds_alike(plan: LayerPlan) -> None:
     }
     assert symbolic(plan) == expected
     assert plan.segments == len(expected)
+
+
+@given(partial_plans())
+def test_a_partial_plan_has_the_pages_that_it_was_given(drawn: tuple[LayerPlan, list[int]]) -> None:
+    """Each once, and no other; groups fold in order, into segments that are numbered as they occur."""
+    plan, pages = drawn
+    assert plan.partial
+    assert sorted(page for call in plan.calls for part in call.parts for page in part.pages) == pages
+    segments = symbolic(plan)
+    assert list(segments) == list(range(plan.segments))
+    groups = [group for segment in segments.values() for group in segment]
+    assert [page for group in groups for page in group] == pages
+    for segment in segments.values():
+        assert len({group[0] // SEGMENT_PAGES for group in segment}) == 1
+    assert len({groups_of[0][0] // SEGMENT_PAGES for groups_of in segments.values()}) == plan.segments
+    assert all(run is None for run, _ in plan.shape)
+
+
+@given(plans())
+def test_a_partial_plan_without_gaps_is_a_plan(plan: LayerPlan) -> None:
+    """Where everything is resident a draft reads and folds what a step reads and folds."""
+    chunks = [Chunk(range(plan.pages))]
+    whole, partial = (
+        plan_layer(range(plan.pages), chunks, scratch_groups=2 * LEAST_SCRATCH_GROUPS, partial=partial)
+        for partial in (False, True)
+    )
+    assert (whole.calls, whole.last_folds, whole.segments) == (partial.calls, partial.last_folds, partial.segments)
+
+
+@settings(max_examples=15)
+@given(partial_plans(), st.integers(1, 32), st.integers(0, 99))
+def test_a_draft_attends_to_exactly_its_pages(drawn: tuple[LayerPlan, list[int]], last_rows: int, seed: int) -> None:
+    """Its attention is softmax attention over the keys and values of those pages; what is left out is not even read."""
+    plan, pages = drawn
+    geometry = geometry_of(kv_heads=1, k_dim=8, k_type=KvType.F32, v_type=KvType.F32)
+    context = Context(geometry, (plan.pages - 1) * geometry.page_tokens + last_rows, rep=2, seed=seed)
+    q = context.q(1)
+    seen = [position for position in range(context.tokens) if position // geometry.page_tokens in set(pages)]
+    k, v = context.k[seen, 0].astype(np.float64), context.v[seen, 0].astype(np.float64)
+    weights = np.exp(q[0] @ k.T)
+    expected = (weights / weights.sum(axis=1, keepdims=True)) @ v
+    # Slots of pages that are left out hold NaN.
+    found = decode(geometry, context.pages(), q, context.tokens - 1, plan)
+    np.testing.assert_allclose(found[0], expected, rtol=0, atol=1e-5)
+
+
+def test_gaps_are_for_partial_plans_alone() -> None:
+    """They may lack pages, but not the newest ones, which a draft writes; and no page comes twice."""
+    gap = (Chunk(range(4)), Chunk(range(8, 10)))
+    assert LayerPlan(tuple(range(10)), gap, partial=True).segments == 1
+    with pytest.raises(AssertionError, match="page 8 where 4 must follow"):
+        LayerPlan(tuple(range(10)), gap)
+    with pytest.raises(AssertionError, match="4 pages in chunks, 10 slots"):
+        LayerPlan(tuple(range(10)), gap[:1], partial=True)
+    with pytest.raises(AssertionError, match="page 3 where 4 must follow"):
+        LayerPlan(tuple(range(10)), (Chunk(range(4)), Chunk(range(3, 10))), partial=True)
 
 
 @given(plans())
