@@ -169,6 +169,7 @@ def log_summary(result: RunResult) -> None:
         stats.ring_slots,
     )
     LOGGER.info(
-        "moved: %.2f MiB to the device per token, %.0f ms stalled; history %.1f MiB in host memory",
-        result.h2d_bytes_per_token / MIB, kv.stall_ms, stats.history_bytes / MIB,
+        "moved: %.2f MiB to the device per token%s; history %.1f MiB in host memory",
+        result.h2d_bytes_per_token / MIB, "" if kv.stall_ms is None else f", {kv.stall_ms:.0f} ms stalled",
+        stats.history_bytes / MIB,
     )

@@ -129,12 +129,12 @@ class Server:
 
 def _room(settings: ServeSettings, model: OpenModel, engine: Engine) -> Room:
     cache = settings.cache
-    limit_bytes = sys.maxsize if cache.ram_mib < 0 else cache.ram_mib * MIB
-    session = Session(
-        engine, Checkpoints(cache.checkpoints, limit_bytes), checkpoint_tokens=cache.checkpoint_tokens
-    )
+    # Where nothing may be set aside, the conversation in hand still has its checkpoints.
+    limit_bytes = cache.ram_mib * MIB if cache.ram_mib > 0 else sys.maxsize
+    checkpoints = Checkpoints(cache.checkpoints, limit_bytes) if cache.checkpoints else None
+    session = Session(engine, checkpoints, checkpoint_tokens=cache.checkpoint_tokens)
     return Room(
-        Conversation(session, model_key(model.file), cache.folder), model.tokenizer, Metrics(),
+        Conversation(session, model_key(model.file, settings.engine.rope), cache.folder), model.tokenizer, Metrics(),
         speculative=settings.engine.speculative, special=settings.replies.special,
     )
 

@@ -138,6 +138,7 @@ class Failed:
 
 Event = Started | Progress | Piece | Finished | Failed
 
+_TAIL = 4   # tokens at the end of a text that one who asks again is likely to have changed
 _REASONS = {"eos": "eos", "length": "limit", "context": "limit"}
 
 
@@ -233,7 +234,7 @@ class Generation:
         if failed.code >= 500:
             LOGGER.error("request %d: %s", self._task.id, error if isinstance(error, KvsError) else repr(error),
                          exc_info=LOGGER.isEnabledFor(logging.DEBUG))  # fmt: skip
-            with suppress(KvsError):   # if it cannot, the next request will say so
+            with suppress(Exception):   # if it cannot, the next request will say so
                 self._room.conversation.erase()
         return failed
 
@@ -284,7 +285,7 @@ class Generation:
             job.check()   # the step is settled: what was read so far stays for the next request
 
         logits: np.ndarray = room.conversation.session.prefill(
-            prompt[cached:], border=self._task.border - cached, progress=progress
+            prompt[cached:], border=(self._task.border or len(prompt) - _TAIL) - cached, progress=progress
         )[0]
         self._prompt_done_s = time.perf_counter()
         self._timings = Timings(cached, len(prompt) - cached, (self._prompt_done_s - start_s) * 1e3)
@@ -306,7 +307,7 @@ class Generation:
                 text = self._take(token, sampler)
                 matched = self._matcher.push(text)
                 shown = matched.text
-                late = 0 <= options.t_max_predict_ms < self._timings.predicted_ms and self._new_line
+                late = 0 < options.t_max_predict_ms < self._timings.predicted_ms and self._new_line
                 if matched.stop is not None:
                     return "word", matched.stop, False, shown
                 if token.stop is not None or late:
@@ -357,8 +358,7 @@ class Generation:
 def _pick_probs(sampler: RequestSampler, token: int, count: int) -> TokenProbs:
     """What the sampler drew ``token`` from, its likeliest first; probabilities, in the place of their logarithms."""
     pick = sampler.picks.pop(0)
-    while pick.token != token:   # one that a verification has thrown away
-        pick = sampler.picks.pop(0)
+    assert pick.token == token, "nothing is drafted where picks are kept"
     probs = pick.candidates.probs()
     best = np.argsort(-probs, kind="stable")[:count]
     top = tuple(TokenLogprob(int(pick.candidates.ids[at]), float(probs[at])) for at in best if probs[at] > 0)

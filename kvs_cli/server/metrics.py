@@ -106,10 +106,14 @@ def _kv_lines(kv: KvReport) -> Iterable[str]:
         ("h2d_bytes_total", "counter", "Bytes copied to the device.", kv.h2d_bytes),
         ("h2d_calls_total", "counter", "Copies to the device.", kv.h2d_calls),
         ("d2h_bytes_total", "counter", "Bytes published to the history.", kv.d2h_bytes),
-        ("stall_seconds_total", "counter", "Time that steps waited for copies.", kv.stall_ms / 1e3),
+        (
+            "stall_seconds_total", "counter", "Time that steps waited for copies.",
+            None if kv.stall_ms is None else kv.stall_ms / 1e3,
+        ),
         ("repartitions_total", "counter", "Changes of which pages stay on the device.", stats.repartitions),
     ):
-        yield from _metric("kvs", name, kind, help_text, value)
+        if value is not None:
+            yield from _metric("kvs", name, kind, help_text, value)
 
 
 def _metric(prefix: str, name: str, kind: str, help_text: str, value: float) -> list[str]:

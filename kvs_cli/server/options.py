@@ -177,7 +177,7 @@ def _logit_bias(given: object, tokenizer: Tokenizer) -> tuple[tuple[int, float],
         if amount is False:
             bias = -math.inf
         elif isinstance(amount, int | float) and not isinstance(amount, bool):
-            bias = float(np.clip(float(amount), -3e38, 3e38)) if abs(amount) < 1e300 else math.copysign(3e38, amount)
+            bias = float(min(max(amount, -3e38), 3e38))
         else:
             refuse("logit_bias", amount, "a number or false as a bias")
         if isinstance(what, str) and not (isinstance(given, dict) and what.isascii() and what.isdecimal()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvs_cli.server.errors import bad_request
 from kvs_cli.server.fields import missing
+from kvs_cli.server.jobs import MAX_WAITING
 from kvs_core.engine.session import check_prompt
 from kvs_core.errors import ContextError
 from kvs_core.formats.tokenizer import Tokenizer
@@ -11,7 +12,7 @@ from kvs_core.settings import ContextPlan
 from kvs_core.units import MIB, ceil_div
 
 _SURE_BYTES = MIB   # up to here a text is tokenized without asking whether it can fit
-MAX_PROMPTS = 256
+MAX_PROMPTS = MAX_WAITING
 
 
 class PromptReader:

@@ -130,7 +130,7 @@ class NativeFormat:
         if piece.probs:
             probs = without_stop(piece.probs, end, self._tokenizer)
             reply["completion_probabilities"] = probs_json(probs, self._tokenizer, task)
-        if task.options.response_fields and not streamed:
+        if task.options.response_fields:
             return _chosen(reply, task.options.response_fields)
         return reply
 

@@ -17,7 +17,7 @@ from kvs_cli.open_model import OpenModel
 from kvs_cli.server.errors import ApiError, api_error
 from kvs_cli.server.generation import Event, Failed, Finished, Generation, Piece, Room, Task
 from kvs_cli.server.http import Client, EventStream, JsonReply
-from kvs_cli.server.jobs import Job, JobQueue
+from kvs_cli.server.jobs import Cancelled, Job, JobQueue
 from kvs_cli.server.options import Defaults, Options
 from kvs_cli.server.prompts import PromptReader
 from kvs_cli.server.replies import Format, Names, Whole
@@ -98,7 +98,10 @@ class Service:
 
         def run(job: Job[T | Failed]) -> None:
             try:
+                job.check()
                 outcome: T | Failed = work()
+            except Cancelled:
+                outcome = Failed(ApiError("unavailable_error", "the request was cancelled"))
             except Exception as error:
                 outcome = Failed(api_error(error))
             job.emit(outcome)

@@ -424,13 +424,16 @@ class Ops(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """Since the device was made. ``stall_ns``: time in which the compute stream waited for the copy streams."""
+    """Since the device was made.
+
+    stall_ns  time in which the compute stream waited for the copy streams; None where the device does not tell
+    """
 
     copy_bytes: int
     copy_calls: int
     publish_bytes: int
     publish_calls: int
-    stall_ns: int
+    stall_ns: int | None
 
 
 class Captured(Protocol):

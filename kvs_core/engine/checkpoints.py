@@ -37,7 +37,7 @@ class Checkpoint:
 
 class Checkpoints:
     """Those of one conversation, by position; at most so many and so many bytes. The first to go is the one whose loss
-    leaves the smallest gap, never the newest."""
+    leaves the smallest gap, not the newest."""
 
     def __init__(self, most: int, most_bytes: int) -> None:
         self._most = most
@@ -62,12 +62,14 @@ class Checkpoints:
         """Host memory."""
         return sum(held.size_bytes for held in self._held)
 
-    def add(self, checkpoint: Checkpoint) -> None:
-        """Keep it, if it may be kept at all; one of its position, and those behind it, are of another text and go."""
+    def add(self, checkpoint: Checkpoint) -> bool:
+        """Keep it, and tell whether it may be kept at all. One of its position, and those behind it, are of another
+        text and go."""
         self.forget_behind(checkpoint.position - 1)
         self._held.append(checkpoint)
         while self._held and (len(self._held) > self._most or self.size_bytes > self._most_bytes):
             self._held.pop(self._least_missed())
+        return bool(self._held)
 
     def best(self, tokens: int) -> Checkpoint | None:
         """The last one at or before a position."""

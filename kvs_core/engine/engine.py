@@ -41,7 +41,7 @@ from kvs_core.units import Progress
 
 @dataclass(frozen=True, slots=True)
 class KvReport:
-    """Counters of the KV machinery since the engine was built. Bytes and milliseconds."""
+    """Counters of the KV machinery since the engine was built. Bytes and milliseconds; None: not measured here."""
 
     mode: str
     arena_bytes: int
@@ -51,7 +51,7 @@ class KvReport:
     h2d_bytes: int
     h2d_calls: int
     d2h_bytes: int
-    stall_ms: float
+    stall_ms: float | None
 
 
 class Engine:
@@ -247,7 +247,7 @@ class Engine:
             h2d_bytes=counters.copy_bytes,
             h2d_calls=counters.copy_calls,
             d2h_bytes=counters.publish_bytes,
-            stall_ms=counters.stall_ns / 1e6,
+            stall_ms=None if counters.stall_ns is None else counters.stall_ns / 1e6,
         )
 
     def memory_report(self) -> dict[str, int]:

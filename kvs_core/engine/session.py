@@ -1,11 +1,8 @@
-"""Session: one conversation on an engine: which tokens it holds, and where it stands.
-
-    tokens[0 : committed]    have their rows in KV and state
-    tokens[committed : ]     the tail: at most the one token sampled last
-"""
+"""Session: one conversation on an engine: the tokens whose rows are in KV and state, and how it goes on or back."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -16,7 +13,9 @@ from kvs_core.errors import ContextError
 from kvs_core.memory.phases import Phase
 from kvs_core.sampling.candidates import Candidates
 from kvs_core.settings.rooms import ContextPlan
-from kvs_core.units import Progress
+from kvs_core.units import MIB, Progress
+
+LOGGER = logging.getLogger(__name__)
 
 
 class Session:
@@ -95,8 +94,15 @@ class Session:
         if self._checkpoints is None:
             return
         last = self._checkpoints.positions[-1] if len(self._checkpoints) else 0
-        if len(self.tokens) > last and (is_wanted or len(self.tokens) - last >= self._checkpoint_tokens > 0):
-            self._checkpoints.add(self.engine.checkpoint())
+        if len(self.tokens) <= last or not (is_wanted or len(self.tokens) - last >= self._checkpoint_tokens > 0):
+            return
+        made = self.engine.checkpoint()
+        if not self._checkpoints.add(made):
+            LOGGER.warning(
+                "no checkpoints: one takes %.0f MiB, more than they may have; a prompt that differs is read anew",
+                made.size_bytes / MIB,
+            )
+            self._checkpoints = None
 
     def rewind(self, tokens: int) -> None:
         """Go on behind the first ``tokens`` tokens; see ``Engine.rewind``."""
@@ -121,7 +127,11 @@ class Session:
         If that fails, the session is empty.
         """
         self.rewind(0)
-        self.engine.take_up(pages, checkpoints[-1], len(tokens))
+        try:
+            self.engine.take_up(pages, checkpoints[-1], len(tokens))
+        except BaseException:
+            self.rewind(0)
+            raise
         self.tokens = list(tokens)
         for checkpoint in checkpoints:
             if self._checkpoints is not None and checkpoint.position > 0:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 import struct
 import tempfile
 from collections.abc import Iterator
@@ -30,10 +31,12 @@ from kvs_core.engine.session import Session
 from kvs_core.errors import SessionFileError
 from kvs_core.formats.gguf import GgufFile
 from kvs_core.models.recurrent import StateSnapshot
+from kvs_core.settings.rooms import RopeSettings
 
 _MAGIC = b"KVSSESS1"
 _MOST_HEADER_BYTES = 64 << 20
 _PIECE = 1 << 22
+_SAMPLE = 4096   # bytes of a tensor: a fine-tune differs in nearly all of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +47,13 @@ class SavedSession:
     size_bytes: int
 
 
-def model_key(file: GgufFile) -> str:
-    """A model as saved sessions know it: its tensors' names, types and shapes, and its architecture's keys."""
-    digest = hashlib.sha256()
+def model_key(file: GgufFile, rope: RopeSettings) -> str:
+    """A model as saved sessions know it: its tensors' names, types, shapes and the first bytes of each, its
+    architecture's keys, and how positions are turned."""
+    digest = hashlib.sha256(repr(rope).encode())
     for name, info in sorted(file.tensors.items()):
         digest.update(repr((name, info.quant.name, tuple(info.shape))).encode())
+        digest.update(info.data[:_SAMPLE].tobytes())
     for key, value in sorted(file.metadata.items()):
         if key.startswith(f"{file.arch}."):
             digest.update(repr((key, _plain(value))).encode())
@@ -75,7 +80,7 @@ def save_session(session: Session, path: Path, key: str) -> SavedSession:
             with os.fdopen(descriptor, "wb") as file:
                 out = _Hashed(file)
                 out.write(_MAGIC + struct.pack("<I", len(encoded)) + encoded)
-                out.write(np.asarray(session.tokens[: engine.committed], np.int32).tobytes())
+                out.write(np.asarray(session.tokens, np.int32).tobytes())
                 for _, _, page in engine.pages():
                     out.write(page.tobytes())
                 for held in checkpoints:
@@ -100,18 +105,21 @@ def load_session(session: Session, path: Path, key: str) -> SavedSession:
     that error is raised and the session is empty.
     """
     engine = session.engine
+    here = engine.checkpoint()
     try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
+        with open(path, "rb", opener=_open_at_once) as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise SessionFileError(f"{path}: is no file; give one that kvs has saved")
+            size = status.st_size
             _check_sum(file, size, path)
             header = _read_header(file, path)
-            _check_header(header, session, key, path)
+            _check_header(header, session, here, key, path)
             count = header["tokens"]
             pages = engine.kv_layers * engine.geometry.pages_of(count)
-            checkpoint_bytes = engine.checkpoint().size_bytes
             expected = (
                 file.tell() + 4 * count + pages * engine.geometry.page_bytes
-                + len(header["positions"]) * checkpoint_bytes + 32
+                + len(header["positions"]) * here.size_bytes + 32
             )
             if size != expected:
                 raise SessionFileError(f"{path}: has {size} bytes where its header says {expected}; save it again")
@@ -124,6 +132,11 @@ def load_session(session: Session, path: Path, key: str) -> SavedSession:
     except OSError as error:
         raise SessionFileError(f"{path}: the session cannot be read: {error.strerror or error}") from error
     return SavedSession(count, size)
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Opens what would keep us waiting, such as a pipe, too."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 class _Hashed:
@@ -205,7 +218,9 @@ def _read_header(file: BinaryIO, path: Path) -> dict[str, Any]:
     raise SessionFileError(f"{path}: its header cannot be read; save it again")
 
 
-def _check_header(header: dict[str, Any], session: Session, key: str, path: Path) -> None:
+def _check_header(
+    header: dict[str, Any], session: Session, here: Checkpoint, key: str, path: Path
+) -> None:
     engine = session.engine
     if header["model"] != key:
         raise SessionFileError(f"{path}: was saved with another model; load that one, or start anew")
@@ -220,7 +235,7 @@ def _check_header(header: dict[str, Any], session: Session, key: str, path: Path
             f"{path}: holds {header['tokens']} tokens, the context has room for {engine.context.context_tokens}; "
             "raise --ctx-size"
         )
-    if _shapes(engine.checkpoint()) != header["arrays"]:
+    if _shapes(here) != header["arrays"]:
         raise SessionFileError(
             f"{path}: holds other recurrent state than this session has; use the same --spec-type and --device"
         )

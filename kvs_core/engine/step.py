@@ -187,9 +187,9 @@ class Step:
             raise
         self._settled = True
         parts.kept.rows = keep if self._phase is Phase.DECODE else 0
+        self._kv.settle(keep)
         if self._has_logits:
             self.observe()
-        self._kv.settle(keep)
 
     def observe(self) -> None:
         """Tell the policy how long the step took, if that is known by now."""

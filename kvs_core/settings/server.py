@@ -119,7 +119,7 @@ SETTINGS = (
         "Reuse the prefix that a prompt shares with the one before.",
         default=True, env="LLAMA_ARG_CACHE_PROMPT", off=("--no-cache-prompt",)),
     _cache("cache_ram", ("-cram", "--cache-ram"), integer(-1, _I32),
-        "Host RAM for prompts set aside; -1: no limit, 0: off.",
+        "Host RAM for checkpoints of recurrent state; -1 or 0: as many as --ctx-checkpoints says.",
         default=8192, unit="MiB", env="LLAMA_ARG_CACHE_RAM"),
     _cache("ctx_checkpoints", ("-ctxcp", "--ctx-checkpoints", "--swa-checkpoints"), integer(0, _I32),
         "Checkpoints of recurrent state kept per conversation, to go back to.",

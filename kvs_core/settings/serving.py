@@ -75,8 +75,8 @@ class ReplySettings:
 
 @dataclass(frozen=True, slots=True)
 class CacheSettings:
-    """What stays between requests. reuse: a prompt's known beginning is not read again; ram_mib: for conversations set
-    aside, -1: no limit; checkpoints: of one conversation, at least checkpoint_tokens apart; folder: of saved slots."""
+    """What stays between requests. reuse: a prompt's known beginning is not read again; checkpoints: most of them, at
+    least checkpoint_tokens apart; ram_mib: for those, -1 or 0: no limit; folder: of saved slots."""
 
     reuse: bool = True
     ram_mib: int = 8192

@@ -61,6 +61,16 @@ def test_a_prompt_goes_on_at_a_checkpoint(tiny_qwen35: Path) -> None:
         assert np.array_equal(session.prefill(edited[128:]), again)
 
 
+def test_one_that_is_too_large_ends_them(tiny_qwen35: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is made once, said once, and the conversation goes on without."""
+    with engine(tiny_qwen35, kv=kv_settings()) as built:
+        session = Session(built, Checkpoints(8, 1000), checkpoint_tokens=64)
+        session.prefill(PROMPT)
+        assert len(session.checkpoints) == 0
+        assert [record.message[:15] for record in caplog.records] == ["no checkpoints:"]
+        assert session.keep_common(PROMPT[:100]) == 0
+
+
 def test_without_checkpoints_a_recurrent_model_begins_anew(tiny_qwen35: Path) -> None:
     with engine(tiny_qwen35, kv=kv_settings()) as built:
         session = Session(built)

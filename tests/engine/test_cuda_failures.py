@@ -11,6 +11,7 @@ import pytest
 
 from kvs_core.device.cuda.device import CudaDevice
 from kvs_core.engine.engine import Engine
+from kvs_core.engine.step import Step
 from kvs_core.errors import DeviceError, KvsError
 from kvs_core.formats.gguf import GgufFile
 from kvs_core.memory.phases import Phase
@@ -64,6 +65,21 @@ FAULTS = [
     ("project", 4),
 ]
 """Ops of a step, in some order, and how many of their calls go well first."""
+
+
+def test_a_clock_that_fails_costs_no_step(
+    machine: Machine, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the device cannot tell how long a step took, its rows are settled all the same."""
+    with engine(models["qwen35"], kv=kv_settings(), device=machine.device) as built:
+        play(built, [(PREFILL, 20, 20)])
+        with monkeypatch.context() as patch:
+            patch.setattr(Step, "observe", failing(Step.observe, 0))
+            with one_line("a broken part"):
+                play(built, [(DECODE, 2, 2)])
+        assert built.committed == 22
+        play(built, [(DECODE, 1, 1)])
+        built.rewind(0)
 
 
 def test_a_capture_that_fails_half_way_has_not_happened(machine: Machine, models: dict[str, Path]) -> None:

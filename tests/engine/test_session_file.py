@@ -13,10 +13,14 @@ import numpy as np
 import pytest
 
 from kvs_core.engine.checkpoints import Checkpoints
+from kvs_core.engine.engine import Engine
 from kvs_core.engine.session import Session
-from kvs_core.engine.session_file import load_session, save_session
-from kvs_core.errors import SessionFileError
+from kvs_core.engine.session_file import load_session, model_key, save_session
+from kvs_core.errors import DeviceError, SessionFileError
+from kvs_core.formats.gguf import GgufFile
+from kvs_core.settings.rooms import RopeSettings
 from tests.engine.tiny import engine, kv_settings
+from tests.support.tiny_gguf import write_tiny_qwen35
 
 PROMPT = [7 + index * 31 % 190 for index in range(150)]
 KEY = "the model"
@@ -136,6 +140,44 @@ def test_a_file_that_does_not_fit_changes_nothing(kind: str, saved: Path, tiny_q
         assert "\n" not in str(error.value)
         assert session.tokens == [1, 2, 3]
         session.decode(4)
+
+
+def test_a_pipe_is_refused(tiny_qwen35: Path, tmp_path: Path) -> None:
+    """Without waiting for someone to write to it."""
+    os.mkfifo(tmp_path / "pipe")
+    with engine(tiny_qwen35, kv=kv_settings()) as built, pytest.raises(SessionFileError, match="is no file"):
+        load_session(Session(built), tmp_path / "pipe", KEY)
+
+
+def test_a_model_is_known_by_weights_and_positions(tmp_path: Path) -> None:
+    """Not by its file's name; other weights of the same shapes are another model, and so are other RoPE settings."""
+    first, same, other = (
+        GgufFile.open(write_tiny_qwen35(tmp_path / f"{number}.gguf", seed=seed))
+        for number, seed in enumerate((1, 1, 2))
+    )
+    key = model_key(first, RopeSettings())
+    assert model_key(same, RopeSettings()) == key
+    assert model_key(other, RopeSettings()) != key
+    assert model_key(first, RopeSettings(freq_base=5000.0)) != key
+
+
+def test_a_history_without_room_leaves_the_session_empty(
+    saved: Path, tiny_qwen35: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And usable: what comes then has the bits of a session that never tried."""
+    with engine(tiny_qwen35, kv=kv_settings()) as built:
+        session = Session(built)
+        wanted = session.prefill(PROMPT[:40])
+        with monkeypatch.context() as patch:
+            patch.setattr(Engine, "go_back", _fail)
+            with pytest.raises(DeviceError):
+                load_session(session, saved, KEY)
+        assert (session.tokens, built.committed) == ([], 0)
+        assert np.array_equal(session.prefill(PROMPT[:40]), wanted)
+
+
+def _fail(*_args: object) -> None:
+    raise DeviceError("no room")
 
 
 def test_other_kv_types_are_refused(saved: Path, tiny_qwen35: Path) -> None:

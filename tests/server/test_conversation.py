@@ -56,6 +56,26 @@ def test_a_turn_reads_its_own_tokens(path: Path, template: str) -> None:
         assert this["prompt_n"] <= 110
 
 
+def test_the_same_text_again(path: Path) -> None:
+    """A completion that is asked for twice, or a little changed at its end, reads some tokens, with or without a limit
+    on memory; without checkpoints it reads them all."""
+    asked = {"prompt": "The harbour at night is full of lights and of boats", "n_predict": 3, "temperature": 0}
+    for flags, reused in (((), True), (("-cram", 0), True), (("-ctxcp", 0), False)):
+        with running("-m", path, *flags) as server:
+            first = server.post("/completion", **asked)
+            again = server.post("/completion", **asked)
+            assert again["content"] == first["content"]
+            assert (again["timings"]["prompt_n"] == 4) is reused
+            changed = server.post("/completion", **asked | {"prompt": f"{asked['prompt'][:-2]}ts"})
+            assert (changed["timings"]["cache_n"] > 0) is reused
+
+
+def test_many_prompts_at_once(plain: Running) -> None:
+    """As many as can wait; more are refused before any runs."""
+    assert len(plain.post("/completion", prompt=["a"] * 128, n_predict=1)) == 128
+    assert "1 to 128" in plain.post("/completion", 400, prompt=["a"] * 129, n_predict=1)["error"]["message"]
+
+
 def test_a_conversation_survives_the_server(path: Path, tmp_path: Path) -> None:
     """Saved, served anew, restored: the next turn reads what it would have read, and answers the same."""
     flags = ("-m", path, "-c", 2048, "--chat-template", FORGETFUL, "--slot-save-path", tmp_path)

@@ -309,7 +309,7 @@ class CudaDevice:
             copy_calls=self._copied.calls,
             publish_bytes=self._published.size_bytes,
             publish_calls=self._published.calls,
-            stall_ns=0,
+            stall_ns=None,
         )
 
     def close(self) -> None:
