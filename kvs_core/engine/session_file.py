@@ -4,8 +4,8 @@
 
 The header names the model, the pages' layout, the checkpoints' positions and the arrays of each, so that a file of
 another model or another KV type is refused before anything changes; so is one whose checksum, over all that stands
-before it, is wrong. The last checkpoint stands at the end of the tokens. Files are written
-beside their place and then renamed; only their owner can read them.
+before it, is wrong. The last checkpoint stands at the end of the tokens. Files are written beside their place and then
+renamed; only their owner can read them.
 """
 
 from __future__ import annotations
