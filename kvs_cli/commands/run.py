@@ -4,6 +4,7 @@
 
 Ctrl-C while text comes ends it there: what was printed stays, the summary follows, and the exit code is 130. With
 ``--json`` the object is printed all the same, its stop reason ``interrupted``. Earlier, it ends the command at once.
+With ``--session`` the file is taken up before the prompt is read and written when all is printed.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from kvs_cli.open_model import OpenModel, open_engine, open_model, plan_context
 from kvs_cli.prompt import prompt_tokens, read_prompt
 from kvs_cli.render import Screen, end_text, log_summary, print_json, write_text
 from kvs_cli.result import INTERRUPTED, Drafts, RunResult, Timings
+from kvs_cli.saved_text import SavedText, check_place
 from kvs_core.engine.completion import Piece, complete
 from kvs_core.engine.engine import Engine
 from kvs_core.engine.round import accept_prompt
-from kvs_core.engine.session import Session
+from kvs_core.engine.session import TAIL_TOKENS, Session, check_prompt
 from kvs_core.engine.speculation import Speculation, make_speculation
 from kvs_core.sampling.chain import Sampler
 from kvs_core.sampling.params import RANDOM_SEED, SamplingParams
@@ -31,15 +33,26 @@ def execute(settings: RunSettings) -> int:
     """Run it; the exit code. Raises ``KvsError``."""
     start_s = time.perf_counter()
     screen = Screen.of(settings.logging)
+    if settings.session is not None:
+        check_place(settings.session)
     text = read_prompt(settings.prompt)
     model = open_model(settings.engine.model, screen)
-    prompt = prompt_tokens(model, text, settings.chat, plan_context(model, settings.engine))
+    context = plan_context(model, settings.engine)
+    goes_on = not text and settings.session is not None and settings.session.exists()
+    prompt = [] if goes_on else prompt_tokens(model, text, settings.chat, context)
     sampler = _sampler(model, settings)
     with open_engine(model, settings.engine, screen) as engine:
-        result = _generate(settings, model, engine, sampler, prompt, screen, start_s)
-    if settings.output.json:
-        print_json(result.as_json())
-    log_summary(result)
+        saved = None
+        if settings.session is not None:
+            saved = SavedText(engine, model, settings.engine.rope, settings.session)
+            prompt = prompt or saved.tokens
+            check_prompt(len(prompt), context)
+        result = _generate(settings, model, engine, sampler, prompt, saved, screen, start_s)
+        if settings.output.json:
+            print_json(result.as_json())
+        log_summary(result)
+        if saved is not None:
+            saved.save([*prompt, *result.token_ids])
     return ending.INTERRUPTED if result.stop_reason == INTERRUPTED else 0
 
 
@@ -59,14 +72,16 @@ def _generate(
     engine: Engine,
     sampler: Sampler,
     prompt: Sequence[int],
+    saved: SavedText | None,
     screen: Screen,
     start_s: float,
 ) -> RunResult:
     output = settings.output
-    session = Session(engine)
+    session = Session(engine) if saved is None else saved.session
+    kept = 0 if saved is None else saved.keep(prompt)
     loaded_s = time.perf_counter()
     with screen.stage("reading the prompt", "tokens") as progress:
-        logits = session.prefill(prompt, progress=progress)[0]
+        logits = session.prefill(prompt[kept:], border=len(prompt) - TAIL_TOKENS - kept, progress=progress)[0]
     prompt_done_s = time.perf_counter()
     prompt_h2d_bytes = engine.report().h2d_bytes
 
@@ -102,7 +117,7 @@ def _generate(
         stop_reason=stop_reason,
         seed=sampler.seed_used,
         seed_is_random=sampler.params.seed == RANDOM_SEED and sampler.params.temperature > 0,
-        timings=Timings.between(start_s, loaded_s, prompt_done_s, token_s, len(prompt)),
+        timings=Timings.between(start_s, loaded_s, prompt_done_s, token_s, len(prompt) - kept),
         kv=report,
         decode_h2d_bytes=report.h2d_bytes - prompt_h2d_bytes,
         probs=tuple(piece.probs for piece in pieces if piece.probs is not None),

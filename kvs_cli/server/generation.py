@@ -21,6 +21,7 @@ from kvs_cli.server.options import Options
 from kvs_cli.server.slot import Conversation, SlotView
 from kvs_core.engine.engine import KvReport
 from kvs_core.engine.round import Token, accept_prompt, generate
+from kvs_core.engine.session import TAIL_TOKENS
 from kvs_core.engine.speculation import Speculation
 from kvs_core.errors import KvsError
 from kvs_core.formats.tokenizer import StopMatcher, Tokenizer, Utf8Stream
@@ -138,7 +139,6 @@ class Failed:
 
 Event = Started | Progress | Piece | Finished | Failed
 
-_TAIL = 4   # tokens at the end of a text that one who asks again is likely to have changed
 _REASONS = {"eos": "eos", "length": "limit", "context": "limit"}
 
 
@@ -285,7 +285,7 @@ class Generation:
             job.check()   # the step is settled: what was read so far stays for the next request
 
         logits: np.ndarray = room.conversation.session.prefill(
-            prompt[cached:], border=(self._task.border or len(prompt) - _TAIL) - cached, progress=progress
+            prompt[cached:], border=(self._task.border or len(prompt) - TAIL_TOKENS) - cached, progress=progress
         )[0]
         self._prompt_done_s = time.perf_counter()
         self._timings = Timings(cached, len(prompt) - cached, (self._prompt_done_s - start_s) * 1e3)

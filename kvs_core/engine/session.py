@@ -17,6 +17,9 @@ from kvs_core.units import MIB, Progress
 
 LOGGER = logging.getLogger(__name__)
 
+TAIL_TOKENS = 4
+"""At the end of a prompt: the next one is likely to have other tokens there, and may have the same before them."""
+
 
 class Session:
     """The tokens of one sequence and the steps that extend it."""

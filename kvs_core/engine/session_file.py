@@ -16,7 +16,7 @@ import os
 import stat
 import struct
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -41,10 +41,14 @@ _SAMPLE = 4096   # bytes of a tensor: a fine-tune differs in nearly all of them
 
 @dataclass(frozen=True, slots=True)
 class SavedSession:
-    """What was written or read: tokens and bytes of the file."""
+    """What was written or read.
+
+    tail  tokens behind the others that have no rows yet: the one that was sampled last
+    """
 
     tokens: int
     size_bytes: int
+    tail: tuple[int, ...] = ()
 
 
 def model_key(file: GgufFile, rope: RopeSettings) -> str:
@@ -60,7 +64,7 @@ def model_key(file: GgufFile, rope: RopeSettings) -> str:
     return digest.hexdigest()
 
 
-def save_session(session: Session, path: Path, key: str) -> SavedSession:
+def save_session(session: Session, path: Path, key: str, tail: Sequence[int] = ()) -> SavedSession:
     """Write a session, between steps. ``SessionFileError`` if it cannot be written; then ``path`` is as it was."""
     engine = session.engine
     checkpoints = [held for held in session.checkpoints if held.position < engine.committed]
@@ -70,6 +74,7 @@ def save_session(session: Session, path: Path, key: str) -> SavedSession:
         "layout": engine.geometry.layout_id,
         "layers": engine.kv_layers,
         "tokens": engine.committed,
+        "tail": list(tail),
         "positions": [held.position for held in checkpoints],
         "arrays": _shapes(checkpoints[-1]),
     }
@@ -95,7 +100,7 @@ def save_session(session: Session, path: Path, key: str) -> SavedSession:
             raise
     except OSError as error:
         raise SessionFileError(f"{path}: the session cannot be saved: {error.strerror or error}") from error
-    return SavedSession(engine.committed, size)
+    return SavedSession(engine.committed, size, tuple(tail))
 
 
 def load_session(session: Session, path: Path, key: str) -> SavedSession:
@@ -131,7 +136,7 @@ def load_session(session: Session, path: Path, key: str) -> SavedSession:
             session.take_up(tokens, _pages(file, session, count), checkpoints)
     except OSError as error:
         raise SessionFileError(f"{path}: the session cannot be read: {error.strerror or error}") from error
-    return SavedSession(count, size)
+    return SavedSession(count, size, tuple(header["tail"]))
 
 
 def _open_at_once(path: str, flags: int) -> int:
@@ -209,6 +214,7 @@ def _read_header(file: BinaryIO, path: Path) -> dict[str, Any]:
     try:
         header: dict[str, Any] = json.loads(file.read(length))
         header["tokens"] = count = int(header["tokens"])
+        header["tail"] = [int(token) for token in header["tail"]]
         header["positions"] = places = [int(position) for position in header["positions"]]
         in_order = all(0 <= first < last for first, last in pairwise(places)) and places[-1] == count >= 0
         if in_order and {"model", "layout", "layers", "arrays"} <= header.keys():

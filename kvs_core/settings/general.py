@@ -39,6 +39,9 @@ SETTINGS = (
         "The prompt itself."),
     _prompt("file", ("-f", "--file"), PATH,
         "Read the prompt from a file, the same as PROMPT_FILE."),
+    _prompt("session", ("--session",), PATH,
+        "Keep what was read and written in this file, and take from it what the prompt shares with it: a long text is "
+        "read once. An empty prompt goes on with the text where it ended."),
     _prompt("chat", ("--chat",), SWITCH,
         "Wrap the prompt as a user message in the model's chat template. Without it the model continues the bare text.",
         default=False),

@@ -298,7 +298,7 @@ class LoggingSettings:
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """One ``kvs run``."""
+    """One ``kvs run``. session: the file that keeps what was read and written."""
 
     engine: EngineSettings
     prompt: PromptSettings
@@ -306,6 +306,7 @@ class RunSettings:
     chat: ChatSettings = field(default_factory=ChatSettings)
     output: OutputSettings = OutputSettings()
     logging: LoggingSettings = LoggingSettings()
+    session: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)

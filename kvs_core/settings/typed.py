@@ -54,6 +54,7 @@ def run_settings(values: Values, explicit: Collection[str], positionals: Sequenc
             json=values["json"], n_probs=values["n_probs"], special=values["special"], stop=_stops(values)
         ),
         logging=logging_settings(values),
+        session=values["session"],
     )
 
 

@@ -1,0 +1,54 @@
+"""The session file of ``kvs run``: what an earlier run has read and written need not be read again."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvs_cli.open_model import OpenModel
+from kvs_core.engine.checkpoints import Checkpoints
+from kvs_core.engine.engine import Engine
+from kvs_core.engine.session import Session
+from kvs_core.engine.session_file import load_session, model_key, save_session
+from kvs_core.errors import SettingsError
+from kvs_core.settings import RopeSettings
+from kvs_core.settings.serving import CacheSettings
+from kvs_core.units import MIB
+
+LOGGER = logging.getLogger(__name__)
+
+def check_place(path: Path) -> None:
+    """SettingsError for a session file that could not be written in the end, before anything is done."""
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK) or path.is_dir():
+        raise SettingsError(f"--session {path}: cannot be written; name a file in a folder that can be written to")
+
+
+class SavedText:
+    """A session on an engine, and the file that it comes from and goes to."""
+
+    def __init__(self, engine: Engine, model: OpenModel, rope: RopeSettings, path: Path) -> None:
+        """Takes the file up if there is one. ``SessionFileError`` if it does not fit."""
+        defaults = CacheSettings()
+        self.session = Session(
+            engine, Checkpoints(defaults.checkpoints, defaults.ram_mib * MIB),
+            checkpoint_tokens=defaults.checkpoint_tokens,
+        )
+        self._path = path
+        self._key = model_key(model.file, rope)
+        self.tokens: list[int] = []
+        if path.exists():
+            saved = load_session(self.session, path, self._key)
+            self.tokens = [*self.session.tokens, *saved.tail]
+
+    def keep(self, prompt: Sequence[int]) -> int:
+        """How many tokens of ``prompt`` need not be read."""
+        kept = self.session.keep_common(prompt)
+        LOGGER.info("session: %d of %d prompt tokens are there already", kept, len(prompt))
+        return kept
+
+    def save(self, text: Sequence[int]) -> None:
+        """Write the file, for a session that has come to these tokens, prompt included. ``SessionFileError``."""
+        saved = save_session(self.session, self._path, self._key, text[len(self.session.tokens) :])
+        LOGGER.info("session: %d tokens, %.1f MiB in %s", len(text), saved.size_bytes / MIB, self._path)
