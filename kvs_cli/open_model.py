@@ -73,6 +73,10 @@ def plan_context(model: OpenModel, settings: EngineSettings) -> ContextPlan:
 def open_engine(model: OpenModel, settings: EngineSettings, screen: Screen) -> Iterator[Engine]:
     """An engine with its weights loaded. Whatever ends the block, its threads and memory are given back."""
     settings.device.check_gpu_layers(model.spec.n_layer)
+    context = settings.context.plan(model.spec.n_ctx_train)   # what is wrong is said before the weights are read
+    verify_width(
+        settings.speculative, ubatch_tokens=context.ubatch_tokens, context_tokens=context.context_tokens
+    )
     device = open_device(settings.device)
     try:
         with screen.stages() as stage:
@@ -81,10 +85,6 @@ def open_engine(model: OpenModel, settings: EngineSettings, screen: Screen) -> I
                 drafting=Drafting.of(settings.speculative.types),
                 progress=stage("loading weights", "bytes"), kernel_progress=stage("compiling", "kernels"),
             )
-        verify_width(
-            settings.speculative, ubatch_tokens=engine.context.ubatch_tokens,
-            context_tokens=engine.context.context_tokens,
-        )
         engine.warm_up()
     except BaseException:
         device.close()
