@@ -7,6 +7,7 @@ Environment:
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
@@ -32,7 +33,7 @@ from tests.cuda_on_cpu.launcher import CpuLauncher
 _DEVICES = ["cuda"] if os.environ.get("KVS_TEST_GPU_ONLY") else ["cuda_on_cpu", "cuda"]
 
 
-class Lab:
+class Lab(ABC):
     """A device to try kernels on.
 
     launcher  a ``Launcher`` and ``Gemm``
@@ -42,17 +43,17 @@ class Lab:
     launcher: Any
     on_gpu: bool
 
+    @abstractmethod
     def array(self, values: np.ndarray) -> Any:
         """A copy of ``values`` on the device, contiguous."""
-        raise NotImplementedError
 
+    @abstractmethod
     def empty(self, shape: tuple[int, ...] | int, dtype: np.typing.DTypeLike) -> Any:
         """A buffer of bytes 0xFF: NaN in floats."""
-        raise NotImplementedError
 
+    @abstractmethod
     def host(self, buffer: Any) -> np.ndarray:
         """What is in a buffer after all launches so far."""
-        raise NotImplementedError
 
     def context(
         self, rows: int, position: int = 0, pending: int = 0, tokens: Sequence[int] | None = None,
