@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvs_core.engine.budget import Drafting
 from kvs_core.engine.checkpoints import Checkpoint, Checkpoints
 from kvs_core.engine.session import Session
 from kvs_core.models.recurrent import StateSnapshot
@@ -59,6 +60,37 @@ def test_a_prompt_goes_on_at_a_checkpoint(tiny_qwen35: Path) -> None:
         assert np.array_equal(session.prefill(OTHER), logits)
         assert session.keep_common([*PROMPT[:128], 1]) == 128
         assert np.array_equal(session.prefill(edited[128:]), again)
+
+
+def test_the_block_goes_back_too(tiny_qwen35: Path) -> None:
+    """Drafts of the MTP block behind a checkpoint are those of the first time: it knows the row before."""
+    with engine(tiny_qwen35, kv=kv_settings(), drafting=Drafting(True)) as built:
+        session = Session(built)
+        session.prefill(PROMPT[:70])
+        held = built.checkpoint()
+
+        def drafts() -> bytes:
+            with built.open(3) as step:
+                step.draft_next(7)
+                return step.logits().tobytes()
+
+        wanted = drafts()
+        session.prefill(OTHER)
+        session.decode(3)
+        assert drafts() != wanted
+        built.go_back(held)
+        assert drafts() == wanted
+
+
+def test_what_begins_anew_forgets_the_checkpoints_of_the_old_text(tiny_qwen35: Path) -> None:
+    """Those before its own first one included: they are of another text."""
+    with engine(tiny_qwen35, kv=kv_settings()) as built:
+        session = Session(built, Checkpoints(8, 1 << 30))
+        session.prefill(PROMPT, border=30)
+        session.rewind(0)
+        session.prefill(OTHER)
+        assert [held.position for held in session.checkpoints] == [60]
+        assert session.keep_common([*OTHER[:40], 1]) == 0
 
 
 def test_one_that_is_too_large_ends_them(tiny_qwen35: Path, caplog: pytest.LogCaptureFixture) -> None:
