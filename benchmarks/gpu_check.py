@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+import numpy as np  # noqa: E402
+
 from benchmarks.gpu import runs  # noqa: E402
+from benchmarks.gpu.given_text import tokens_per_s  # noqa: E402
 from benchmarks.gpu.rates import Rates, probe  # noqa: E402
+from kvs_core.demo import DEMO_MODEL  # noqa: E402
 from kvs_core.engine.budget import Drafting  # noqa: E402
+from kvs_core.engine.measuring import without_copies  # noqa: E402
+from kvs_core.formats.gguf import GgufFile  # noqa: E402
 from kvs_core.formats.tokenizer import Tokenizer  # noqa: E402
 from kvs_core.models.synthetic import synthetic_model  # noqa: E402
 from kvs_core.settings.drafters import ModelDraftSettings, SpeculativeSettings  # noqa: E402
@@ -100,7 +106,7 @@ def streamed(rates: Rates, report: Report) -> None:
             runs.fill(engine, context - 1024)
             runs.decode(engine, 1, 12)   # the policy settles
             both = runs.decode(engine, 1, 24)
-            with runs.without_copies(engine):
+            with without_copies(engine):
                 kernels = runs.decode(engine, 1, 24)
             stats = engine.report().stats
             link_ms = both.streamed_bytes / rates.h2d * 1e3
@@ -166,6 +172,37 @@ def speculation(rates: Rates, report: Report) -> None:
         allowed_ms = 7 * draft_ms + 1.03 * plain.round_ms
         report(Line("256 Ki: round of 7 resident drafts / (7 drafts + 1.03 steps)", resident_text.round_ms / allowed_ms,
                     1.0, True, {"draft_ms": draft_ms, "resident": asdict(resident_text)}))
+    with runs.engine_on(
+        file, context=context, ubatch=512, arena_mib=ARENA_MIB, drafting=Drafting(nextn=True)
+    ) as engine:
+        runs.fill(engine, context - 8192)
+        one = runs.decode(engine, 1, 8)
+        for rows in (17, 49, 65):
+            taken_ms = runs.tiles_ms(engine, rows)
+            report(Line(f"256 Ki: step of {rows} rows in tiles / 1 row", taken_ms / one.wall_ms,
+                        detail={"ms": taken_ms}))
+        five = ModelDraftSettings(n_max=5)
+        for name, before, text in given_texts(engine.spec.n_vocab):
+            alone, mixed = (
+                tokens_per_s(engine, vocab, SpeculativeSettings(types, draft=five), before, text)
+                for types in (("draft-mtp",), ("ngram-simple", "draft-mtp"))
+            )
+            report(Line(f"256 Ki: {name}: MTP of 5 and ngram-simple / MTP of 5", mixed["tokens_per_s"]
+                        / alone["tokens_per_s"], 0.98, detail={"mtp": alone, "both": mixed}))
+
+
+def given_texts(n_vocab: int) -> Iterator[tuple[str, list[int], list[int]]]:
+    """Name, what stands before, and a text: this project's own source, a part of it copied with changes, and ids of
+    which no two follow each other twice."""
+    tokenizer = Tokenizer.from_metadata(GgufFile.open(DEMO_MODEL).metadata, source="demo model")
+    files = sorted((ROOT / "kvs_core" / "paging").glob("*.py"))
+    source = tokenizer.encode("".join(file.read_text() for file in files))
+    yield "source", source[:4000], source[4000:4760]
+    dice = np.random.default_rng(0)
+    changed = [token if dice.random() > 0.01 else int(dice.integers(n_vocab)) for token in source[1000:1760]]
+    yield "source copied with changes", source[:4000], changed
+    other = dice.permutation(n_vocab)[:4760].tolist()
+    yield "no repetition", other[:4000], other[4000:]
 
 
 PARTS: dict[str, Callable[[Rates, Report], None]] = {

@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperCommand
 
+from kvs_cli.commands import bench
 from kvs_cli.completion import SHELLS, completion_script
 from kvs_cli.ending import (
     FAILED,
@@ -34,10 +35,10 @@ from kvs_cli.options import Parsed, parse
 from kvs_core.errors import KvsError, SettingsError
 from kvs_core.settings import LoggingSettings
 from kvs_core.settings.setting import Command
-from kvs_core.settings.typed import info_settings, logging_settings, run_settings, serve_settings
+from kvs_core.settings.typed import info_settings, logging_settings, plan_settings, run_settings, serve_settings
 from kvs_core.units import MIB
 
-COMMANDS: tuple[Command, ...] = ("run", "info", "serve")
+COMMANDS: tuple[Command, ...] = ("run", "info", "plan", "serve")
 
 # Click's class of usage errors. Typer carries its own copy of click since 0.26, so it is reached through typer.
 _UsageError = cast("type[Exception]", typer.BadParameter.__bases__[0])
@@ -54,6 +55,7 @@ class _RawCommand(TyperCommand):
 app = typer.Typer(name="kvs", add_completion=False, pretty_exceptions_enable=False,
                   context_settings={"help_option_names": ["-h", "--help"]},
                   help="Run GGUF language models whose KV cache is larger than the memory you give it, exactly.")
+app.add_typer(bench.app, name="bench")
 
 
 @app.callback(invoke_without_command=True)
@@ -87,6 +89,16 @@ def info(ctx: typer.Context) -> None:
     parsed = _begin("info", ctx.args)
     settings = info_settings(parsed.values, parsed.positionals)
     from kvs_cli.commands.info import execute
+
+    raise typer.Exit(execute(settings))
+
+
+@app.command(cls=_RawCommand, help="Foretell memory and speed of a model, before it is loaded. kvs plan --help shows "
+                                   "its settings.")
+def plan(ctx: typer.Context) -> None:
+    parsed = _begin("plan", ctx.args)
+    settings = plan_settings(parsed.values, parsed.positionals)
+    from kvs_cli.commands.plan import execute
 
     raise typer.Exit(execute(settings))
 

@@ -19,11 +19,13 @@ _NARROW = 72  # below this many columns, a flag and its text stand under each ot
 _ABOUT: Mapping[Command, str] = MappingProxyType({
     "run": "Continue a prompt with a GGUF model. The text goes to stdout, everything else to stderr.",
     "info": "Show a model's metadata, its layers, and the memory that a context and an arena take.",
+    "plan": "Foretell, before the weights are loaded, whether a model fits and how fast it will be over its context.",
     "serve": "Serve a GGUF model over HTTP.",
 })
 _USAGE: Mapping[Command, str] = MappingProxyType({
     "run": "kvs run [PROMPT_FILE | -] [--model FILE] [options]",
     "info": "kvs info [MODEL] [options]",
+    "plan": "kvs plan [MODEL] [options]",
     "serve": "kvs serve --model FILE [options]",
 })
 _EXAMPLES: Mapping[Command, tuple[tuple[str, str], ...]] = MappingProxyType({
@@ -38,6 +40,12 @@ _EXAMPLES: Mapping[Command, tuple[tuple[str, str], ...]] = MappingProxyType({
         ("kvs info model.gguf", "What is in the file."),
         ("kvs info model.gguf -c 32768 -ctk q8_0 -ctv q4_0 --kv-stream-arena-mib 64",
          "The memory plan for a context of 32768 tokens."),
+    ),
+    "plan": (
+        ("kvs plan model.gguf -c 131072 -ctk q8_0 -ctv q4_0", "How fast it will be with the memory that is free now."),
+        ("kvs plan synthetic:qwen3.5-27b:iq4_xs:mtp -ctk q8_0 -ctv q4_0 --kv-stream-arena-mib 2240 --spec-type "
+         "draft-mtp --spec-draft-n-max 3 --spec-synth-len 2.5 --plot plan.png",
+         "A model that is not there yet, with drafts of which so many are accepted."),
     ),
     "serve": (("kvs serve -m model.gguf --port 8080", "Serve on http://127.0.0.1:8080."),),
 })

@@ -70,8 +70,13 @@ def plan_context(model: OpenModel, settings: EngineSettings) -> ContextPlan:
 
 
 @contextmanager
-def open_engine(model: OpenModel, settings: EngineSettings, screen: Screen) -> Iterator[Engine]:
-    """An engine with its weights loaded. Whatever ends the block, its threads and memory are given back."""
+def open_engine(
+    model: OpenModel, settings: EngineSettings, screen: Screen, *, pool_bytes: int | None = None
+) -> Iterator[Engine]:
+    """An engine with its weights loaded. Whatever ends the block, its threads and memory are given back.
+
+    ``pool_bytes``: of KV pages alone, with the workspaces outside, where the settings name no arena and no pool.
+    """
     settings.device.check_gpu_layers(model.spec.n_layer)
     context = settings.context.plan(model.spec.n_ctx_train)   # what is wrong is said before the weights are read
     verify_width(
@@ -84,6 +89,7 @@ def open_engine(model: OpenModel, settings: EngineSettings, screen: Screen) -> I
                 model.file, device, context=settings.context, kv=settings.kv, rope=settings.rope,
                 drafting=Drafting.of(settings.speculative.types),
                 progress=stage("loading weights", "bytes"), kernel_progress=stage("compiling", "kernels"),
+                pool_bytes=pool_bytes,
             )
         engine.warm_up()
     except BaseException:

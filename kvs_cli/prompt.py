@@ -34,7 +34,7 @@ def read_prompt(settings: PromptSettings) -> str:
         if sys.stdin.isatty():
             LOGGER.info("reading the prompt from the terminal; end it with Ctrl-D on a line of its own")
         return _decode(_read(sys.stdin.buffer, "prompt from stdin"), "prompt from stdin")
-    return _read_file(settings.file, "prompt")
+    return read_text_file(settings.file, "prompt")
 
 
 def prompt_tokens(model: OpenModel, text: str, chat: ChatSettings, context: ContextPlan) -> list[int]:
@@ -58,7 +58,7 @@ def read_template(model: OpenModel, chat: ChatSettings) -> ChatTemplate:
 
     override = chat.template
     if chat.template_file is not None:
-        override = _read_file(chat.template_file, "--chat-template-file")
+        override = read_text_file(chat.template_file, "--chat-template-file")
     return ChatTemplate.from_metadata(
         model.file.metadata, model.tokenizer, override=override, source=str(model.file.path)
     )
@@ -73,7 +73,8 @@ def _in_template(model: OpenModel, text: str, chat: ChatSettings) -> str:
     return template.render(messages, kwargs=chat.variables)
 
 
-def _read_file(path: Path, what: str) -> str:
+def read_text_file(path: Path, what: str) -> str:
+    """The text of a file of at most 64 MiB. Raises SettingsError, which calls it ``what`` and its path."""
     name = f"{what} {path}"
     try:
         with path.open("rb") as file:

@@ -3,6 +3,7 @@
 Environment:
     KVS_TEST_MODEL       path of SmolLM2-135M-Instruct.Q4_1.gguf; without it, models/ at the repository root
     KVS_TEST_CACHE       folder for derived models, kept between runs; without it, models/ at the repository root
+    KVS_TEST_LONG        1: tests that take every case of theirs, for an hour, and SmolLM2 where small models would do
     HYPOTHESIS_PROFILE   ``default`` or ``ci`` (the same examples every time); without it, ``ci`` where ``CI`` is set
     CI                   makes a missing model a failure instead of a skip
 """

@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu.rates import milliseconds
-from kvs_core.device.base import PASSED, Fence, PassedFence, StepInputs
+from kvs_core.device.base import StepInputs
 from kvs_core.device.cuda.cupy_runtime import CupyRuntime
 from kvs_core.device.cuda.device import CudaDevice
 from kvs_core.engine.budget import NO_DRAFTING, Drafting
 from kvs_core.engine.engine import Engine
+from kvs_core.engine.measuring import fill_context
+from kvs_core.engine.measuring import random_tokens as tokens_of
 from kvs_core.engine.round import generate
 from kvs_core.engine.session import Session
 from kvs_core.engine.speculation import make_speculation
@@ -50,30 +52,9 @@ def engine_on(
         engine.close()
 
 
-def tokens_of(engine: Engine, count: int, seed: int = 0) -> np.ndarray:
-    """Random ids."""
-    return np.random.default_rng(seed).integers(0, engine.spec.n_vocab, count).astype(np.int32)
-
-
 def fill(engine: Engine, tokens: int) -> None:
     """Bring the engine to ``tokens`` committed tokens, whole pages."""
-    kv = engine._kv
-    prompt = tokens_of(engine, min(PROMPT, tokens))
-    for first in range(0, len(prompt), engine.context.ubatch_tokens):
-        with engine.step(prompt[first : first + engine.context.ubatch_tokens], Phase.PREFILL) as step:
-            step.settle()
-    if tokens <= len(prompt):
-        return
-    kv.drain()
-    have = kv.geometry.pages_of(len(prompt))
-    base = [[np.array(kv.history_page(layer, page)) for page in range(have)] for layer in range(kv.layers)]
-    kv.truncate(0)
-    for layer in range(kv.layers):
-        for page in range(kv.geometry.pages_of(tokens)):
-            kv.room_for(layer, page)[:] = base[layer][(page * 7 + layer) % have]
-    kv.restore(tokens)
-    engine._state.flush()
-    engine._state.restore(tokens)
+    fill_context(engine, tokens, tokens_of(engine, PROMPT).tolist())
 
 
 @dataclass(frozen=True)
@@ -143,44 +124,6 @@ def decode(engine: Engine, rows: int, steps: int, *, keep: int | None = None) ->
     )
 
 
-class _NoStream:
-    """A copy stream on which nothing is done and nothing is waited for."""
-
-    name = "copy"
-
-    def record(self) -> PassedFence:
-        return PASSED
-
-    def wait(self, fence: Fence) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-
-@contextmanager
-def without_copies(engine: Engine) -> Iterator[None]:
-    """The same launches without the copy branch: what the kernels alone take. Outputs mean nothing."""
-    device: Any = engine._device
-    enqueue, copy = device.enqueue_copy, device.copy
-    stand_in = _NoStream()
-
-    def only_others(dst: Any, src: Any, stream: Any) -> None:
-        if stream is not stand_in:
-            enqueue(dst, src, stream)
-
-    engine._kv.streamer.settle_fences()
-    device.compute.synchronize()
-    device.copy, device.enqueue_copy = stand_in, only_others
-    engine._captured.forget()
-    try:
-        yield
-    finally:
-        device.copy = copy
-        del device.enqueue_copy
-        engine._captured.forget()
-
-
 def weight_bytes(engine: Engine) -> int:
     """Bytes of matrices that a decode step reads."""
     device: Any = engine._device
@@ -242,6 +185,23 @@ def resident_draft_ms(engine: Engine, drafts: int) -> float:
             step.run([1])
             step.settle(0)
     return float(np.median(taken[drafts:]))
+
+
+def tiles_ms(engine: Engine, rows: int) -> float:
+    """Milliseconds of a step of so many rows, guesses of all of them included, by the host's clock; the step before it
+    was as wide."""
+    ids, taken = tokens_of(engine, rows, 3), []
+    assert engine.widest(rows) == rows, f"no room for {rows} rows"
+    for _ in range(5):
+        start = perf_counter()
+        with engine.open(rows) as step:
+            step.run(ids)
+            best = step.best(1, 0)
+            assert best is not None
+            assert len(best) == rows
+            step.settle(1)
+        taken.append(1e3 * (perf_counter() - start))
+    return float(np.median(taken[1:]))
 
 
 def prefill_ms(engine: Engine, tokens: int, ubatch: int) -> float:

@@ -142,7 +142,7 @@ def _plan(budget: Budget, kv: KvSettings, layers: int) -> Section:
         "ubatch_tokens": context.ubatch_tokens,
         "mode": budget.mode.value,
         "arena_bytes": memory.arena_bytes,
-        "arena_is_chosen": kv.arena_mib is None and kv.pool_mib is None,
+        "arena_is_chosen": kv.arena_mib in (None, "auto") and kv.pool_mib is None,
         "least_arena_mib": mib_ceil(arena_for(memory, budget.need.least_slots)),
         "full_arena_mib": mib_ceil(arena_for(memory, budget.need.all_slots)),
         "phases": {

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from contextlib import closing
 
 from kvs_cli import ending
+from kvs_cli.constraint import after_thoughts, run_constraint
 from kvs_cli.open_model import OpenModel, open_engine, open_model, plan_context
 from kvs_cli.prompt import prompt_tokens, read_prompt
 from kvs_cli.render import Screen, end_text, log_summary, print_json, write_text
@@ -24,7 +25,7 @@ from kvs_core.engine.engine import Engine
 from kvs_core.engine.round import accept_prompt
 from kvs_core.engine.session import TAIL_TOKENS, Session, check_prompt
 from kvs_core.engine.speculation import Speculation, make_speculation
-from kvs_core.sampling.chain import Sampler
+from kvs_core.sampling.constrained import ConstrainedSampler, Constraint
 from kvs_core.sampling.params import RANDOM_SEED, SamplingParams
 from kvs_core.settings import RunSettings
 
@@ -41,13 +42,16 @@ def execute(settings: RunSettings) -> int:
     goes_on = not text and settings.session is not None and settings.session.exists()
     prompt = [] if goes_on else prompt_tokens(model, text, settings.chat, context)
     sampler = _sampler(model, settings)
+    rule = run_constraint(settings.constraint, model)
     with open_engine(model, settings.engine, screen) as engine:
         saved = None
         if settings.session is not None:
             saved = SavedText(engine, model, settings.engine.rope, settings.session)
             prompt = prompt or saved.tokens
             check_prompt(len(prompt), context)
-        result = _generate(settings, model, engine, sampler, prompt, saved, screen, start_s)
+        if rule is not None and settings.chat.enabled:
+            rule = after_thoughts(rule, prompt, model)
+        result = _generate(settings, model, engine, sampler, rule, prompt, saved, screen, start_s)
         if settings.output.json:
             print_json(result.as_json())
         log_summary(result)
@@ -56,8 +60,8 @@ def execute(settings: RunSettings) -> int:
     return ending.INTERRUPTED if result.stop_reason == INTERRUPTED else 0
 
 
-def _sampler(model: OpenModel, settings: RunSettings) -> Sampler:
-    return Sampler(
+def _sampler(model: OpenModel, settings: RunSettings) -> ConstrainedSampler:
+    return ConstrainedSampler(
         SamplingParams.resolve(model.file.metadata, settings.sampling),
         n_vocab=model.spec.n_vocab,
         vocab=model.tokenizer,
@@ -70,7 +74,8 @@ def _generate(
     settings: RunSettings,
     model: OpenModel,
     engine: Engine,
-    sampler: Sampler,
+    sampler: ConstrainedSampler,
+    rule: Constraint | None,
     prompt: Sequence[int],
     saved: SavedText | None,
     screen: Screen,
@@ -86,6 +91,8 @@ def _generate(
     prompt_h2d_bytes = engine.report().h2d_bytes
 
     accept_prompt(sampler, prompt)
+    if rule is not None:
+        sampler.constrain(rule)
     speculation = make_speculation(engine, settings.engine.speculative, sampler, model.tokenizer.eog_ids)
     pieces: list[Piece] = []
     token_s: list[float] = []

@@ -13,6 +13,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+from kvs_cli.constraint import compile_constraint, read_constraint
 from kvs_cli.open_model import OpenModel, open_engine, open_model, plan_context
 from kvs_cli.prompt import read_template
 from kvs_cli.render import Screen
@@ -23,6 +24,7 @@ from kvs_cli.server.jobs import JobQueue
 from kvs_cli.server.listen import Listener
 from kvs_cli.server.metrics import Metrics
 from kvs_cli.server.options import Defaults
+from kvs_cli.server.page import Page
 from kvs_cli.server.prompts import PromptReader
 from kvs_cli.server.replies import Names
 from kvs_cli.server.routes import Routes
@@ -30,6 +32,7 @@ from kvs_cli.server.service import Service
 from kvs_cli.server.slot import Conversation
 from kvs_core.engine.checkpoints import Checkpoints
 from kvs_core.engine.engine import Engine
+from kvs_core.engine.parked import ParkedSessions
 from kvs_core.engine.session import Session
 from kvs_core.engine.session_file import model_key
 from kvs_core.errors import SettingsError
@@ -71,7 +74,8 @@ class Server:
         keys = read_keys(settings.access)
         routes = Routes(lambda: _there(self._service))
         self._front = Front(
-            routes.find, settings.access, keys, prefix=settings.listen.prefix, is_ready=lambda: self.ready
+            routes.find, settings.access, keys, prefix=settings.listen.prefix, is_ready=lambda: self.ready,
+            page=Page(settings.listen.prefix) if settings.page else None,
         )
         self._listener = Listener(settings.listen)
 
@@ -103,7 +107,8 @@ class Server:
             model = open_model(settings.engine.model, self._screen)
             context = plan_context(model, settings.engine)
             template = read_template(model, settings.chat)
-            defaults = _defaults(settings, model)
+            grammars = GrammarCompiler(model.tokenizer, model.spec.n_vocab)
+            defaults = _defaults(settings, model, grammars)
             with open_engine(model, settings.engine, self._screen) as engine:
                 self._service = Service(
                     settings=settings,
@@ -111,7 +116,7 @@ class Server:
                     context=context,
                     template=template,
                     defaults=defaults,
-                    grammars=GrammarCompiler(model.tokenizer, model.spec.n_vocab),
+                    grammars=grammars,
                     prompts=PromptReader(model.tokenizer, context),
                     room=_room(settings, model, engine),
                     names=Names(model_name(settings, model.file), build_info()),
@@ -133,18 +138,23 @@ def _room(settings: ServeSettings, model: OpenModel, engine: Engine) -> Room:
     limit_bytes = cache.ram_mib * MIB if cache.ram_mib > 0 else sys.maxsize
     checkpoints = Checkpoints(cache.checkpoints, limit_bytes) if cache.checkpoints else None
     session = Session(engine, checkpoints, checkpoint_tokens=cache.checkpoint_tokens)
+    parked = ParkedSessions(cache.ram_mib * MIB if cache.ram_mib >= 0 else sys.maxsize)
     return Room(
-        Conversation(session, model_key(model.file, settings.engine.rope), cache.folder), model.tokenizer, Metrics(),
-        speculative=settings.engine.speculative, special=settings.replies.special,
+        Conversation(session, model_key(model.file, settings.engine.rope), cache.folder, parked),
+        model.tokenizer, Metrics(), speculative=settings.engine.speculative, special=settings.replies.special,
     )
 
 
-def _defaults(settings: ServeSettings, model: OpenModel) -> Defaults:
+def _defaults(settings: ServeSettings, model: OpenModel, grammars: GrammarCompiler) -> Defaults:
     replies = settings.replies
+    constraint = read_constraint(settings.constraint)
+    compile_constraint(constraint, grammars)   # what is none is refused now, not with every request
     return Defaults(
         sampling=SamplingParams.resolve(model.file.metadata, settings.sampling),
         n_predict=settings.engine.context.n_predict,
         stop=replies.stop,
+        grammar=constraint.grammar or "",
+        json_schema=constraint.schema,
         cache_prompt=settings.cache.reuse,
         ping_s=settings.listen.ping_s,
         thought_limit=replies.thought_limit,

@@ -88,7 +88,7 @@ def props_json(service: Service) -> dict[str, Any]:
         "endpoint_slots": settings.slots,
         "endpoint_props": settings.props,
         "endpoint_metrics": settings.metrics,
-        "ui": False,
+        "ui": settings.page,
         "ui_settings": {},
         "chat_template": template.text,
         "chat_template_caps": {

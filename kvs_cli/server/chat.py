@@ -70,7 +70,6 @@ class Chat:
 
 def read_chat(body: Fields, service: Service) -> Chat:
     """Check a request and render its prompt. ApiError or KvsError."""
-    options = _options(body, service)
     messages = body.array("messages") if "messages" in body else None
     if messages is None:
         raise missing("messages")
@@ -78,23 +77,22 @@ def read_chat(body: Fields, service: Service) -> Chat:
     choice = body["tool_choice"] if isinstance(body.get("tool_choice"), str) else "auto"
     if choice not in _CHOICES:
         raise bad_request(f"Field 'tool_choice': {choice!r:.40} is not one of {', '.join(_CHOICES)}")
-    if tools and options.grammar:
+    if tools and body.text("grammar"):
         raise bad_request("a grammar cannot be combined with tools; leave one of them out")
-    if options.grammar and options.json_schema is not None:
-        raise bad_request("a grammar cannot be combined with a JSON schema; leave one of them out")
+    replies = service.settings.replies
+    called = tuple(tools) if choice != "none" and replies.parse else ()
+    options = _options(body, service, called=bool(called))
     variables = _variables(body, service)
     text, border, continued = _render(body, service, messages, tools, variables)
-    replies = service.settings.replies
     fmt = body.text("reasoning_format", replies.reasoning_format)
     if fmt not in _FORMATS:
         raise bad_request(f"Field 'reasoning_format': {fmt!r:.40} is not one of {', '.join(_FORMATS)}")
     tags = reasoning_tags(service.template.text)
-    parses = replies.parse
     return Chat(
         text=text, border=border, options=options,
-        tags=tags if fmt != "none" and parses else None, is_open=is_open(text, tags),
+        tags=tags if fmt != "none" and replies.parse else None, is_open=is_open(text, tags),
         notation=tool_notation(service.template.text),
-        tools=tuple(tools) if choice != "none" and parses else (),
+        tools=called,
         several=body.flag("parallel_tool_calls", service.template.supports_tools), tool_choice=choice,
         continued=continued, inline=fmt == "deepseek-legacy",
     )
@@ -115,8 +113,11 @@ def chat_task(chat: Chat, service: Service) -> Task:
     )
 
 
-def _options(body: Fields, service: Service) -> Options:
-    """The options of a chat: logprobs is a switch here, and the form of the reply may be given in OpenAI's way."""
+def _options(body: Fields, service: Service, *, called: bool) -> Options:
+    """The options of a chat: logprobs is a switch here, and the form of the reply may be given in OpenAI's way.
+
+    ``called``: there are tools, whose calls the server's own grammar does not know.
+    """
     changed = dict(body)
     if "top_logprobs" in body and not body.flag("logprobs", False):
         raise bad_request("top_logprobs requires logprobs to be set to true")
@@ -131,9 +132,10 @@ def _options(body: Fields, service: Service) -> Options:
         changed["json_schema"] = dict(wanted.object("json_schema").object("schema"))
     elif kind != "text":
         raise bad_request(f'response_format type must be one of text, json_object or json_schema, not {kind!r:.40}')
-    grammar = changed.pop("grammar", None)
-    options = Options.read(Fields(changed), service.defaults, service.model.tokenizer)
-    return replace(options, grammar=body.text("grammar")) if grammar else options
+    if body.text("grammar") and changed.get("json_schema") is not None:
+        raise bad_request("a grammar cannot be combined with a JSON schema; leave one of them out")
+    defaults = replace(service.defaults, grammar="", json_schema=None) if called else service.defaults
+    return Options.read(Fields(changed), defaults, service.model.tokenizer)
 
 
 def _variables(body: Fields, service: Service) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""What every request passes first, in this order: CORS, preflight, a model that is still loading, the key. And what
-every error becomes last: a JSON object with its status, if nothing was sent yet."""
+"""What every request passes first, in this order: CORS, preflight, the page, a model that still loads, the key. And
+what every error becomes last: a JSON object with its status, if nothing was sent yet."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from kvs_cli.server.errors import ApiError, ClientGone, api_error
 from kvs_cli.server.http import JsonReply
+from kvs_cli.server.page import Page
 from kvs_core.errors import KvsError, SettingsError
 from kvs_core.settings import AccessSettings
 
@@ -32,13 +33,15 @@ class Front:
 
     def __init__(
         self, find: Callable[[str, str], Endpoint], access: AccessSettings, keys: Sequence[str], *, prefix: str,
-        is_ready: Callable[[], bool],
+        is_ready: Callable[[], bool], page: Page | None = None,
     ) -> None:
+        """``page``: answers before a model or a key is there."""
         self._find = find
         self._access = access
         self._keys = [key.encode() for key in keys]
         self._prefix = prefix
         self._is_ready = is_ready
+        self._page = page
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -74,6 +77,8 @@ class Front:
         path = scope["path"]
         if scope["method"] == "OPTIONS":
             return Response(headers=self._preflight())
+        if self._page is not None and (shown := self._page.find(scope)) is not None:
+            return shown
         if not self._is_ready():
             raise ApiError("unavailable_error", "Loading model")
         if not path.startswith(self._prefix):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +16,7 @@ import numpy as np
 
 from kvs_cli.server.errors import ApiError, api_error
 from kvs_cli.server.jobs import Cancelled, Job
+from kvs_cli.server.live import LiveView
 from kvs_cli.server.metrics import Metrics
 from kvs_cli.server.options import Options
 from kvs_cli.server.slot import Conversation, SlotView
@@ -170,10 +171,12 @@ class Room:
     speculative: SpeculativeSettings = field(default_factory=SpeculativeSettings)
     special: bool = False
     view: SlotView = field(default_factory=SlotView)
+    live: LiveView = field(init=False)
     _ngrams: list[Drafter] = field(init=False)   # remember earlier requests
 
     def __post_init__(self) -> None:
         self.view.speculative = bool(self.speculative.types)
+        self.live = LiveView(self.conversation, self.view)
         self._ngrams = list(ngram_drafters(self.speculative, n_vocab=self.conversation.session.engine.spec.n_vocab))
 
     def speculation(self, sampler: Sampler) -> Speculation | None:
@@ -226,6 +229,7 @@ class Generation:
                         self._task.id, len(self._task.prompt), times.cache_n, times.predicted_n,
                         times.as_json()["predicted_per_second"], end.stop)  # fmt: skip
         view.processing = view.has_next_token = False
+        self._room.live.look(self._speculation, always=True)
         job.emit(end)   # last: who reads it finds the slot free
 
     def _failed(self, error: Exception) -> ApiError:
@@ -271,6 +275,7 @@ class Generation:
         cached = room.conversation.begin(prompt, reuse=self._options.cache_prompt)
         room.metrics.cached_tokens += cached
         room.view.prompt_cached = room.view.prompt_processed = cached
+        room.live.look(always=True)
         job.emit(Started(len(prompt), cached))
         job.emit(Progress(len(prompt), cached, cached, 0.0))
         counted = 0
@@ -281,6 +286,7 @@ class Generation:
             room.metrics.add_prompt(done - counted, now_s - last_s)
             counted, last_s = done, now_s
             room.view.prompt_processed = cached + done
+            room.live.look()
             job.emit(Progress(len(prompt), cached, cached + done, (now_s - start_s) * 1e3))
             job.check()   # the step is settled: what was read so far stays for the next request
 
@@ -329,7 +335,8 @@ class Generation:
         self._timings = Timings(
             self._timings.cache_n, self._timings.prompt_n, self._timings.prompt_ms, self._made,
             (time.perf_counter() - self._prompt_done_s) * 1e3,
-            sum(each.drafted_tokens for each in self._drafts), sum(each.accepted_tokens for each in self._drafts),
+            sum(each.drafted_tokens for each in self._drafts.values()),
+            sum(each.accepted_tokens for each in self._drafts.values()),
         )
         self._tokens.append(token.id)
         if token.probs is not None:
@@ -342,12 +349,13 @@ class Generation:
         view = room.view
         view.decoded, view.has_new_line = self._made, self._new_line
         view.remaining = self._options.tokens_at_most - self._made if self._options.tokens_at_most >= 0 else -1
+        room.live.look(self._speculation)
         return text
 
     @property
-    def _drafts(self) -> Collection[DraftStats]:
+    def _drafts(self) -> Mapping[str, DraftStats]:
         """Counts per drafter, of this request."""
-        return () if self._speculation is None else self._speculation.stats.values()
+        return {} if self._speculation is None else self._speculation.stats
 
     def _piece(self, text: str) -> Piece:
         piece = Piece(text, tuple(self._tokens), tuple(self._probs), len(self._task.prompt), self._timings)

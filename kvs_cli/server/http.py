@@ -45,7 +45,13 @@ _PING = b":\n\n"
 
 
 async def read_body(request: Request, timeout_s: float) -> Fields:
-    """The JSON object of a request. ApiError if it is too large, too slow, or none. ClientGone if it breaks off."""
+    """The JSON object of a request. ApiError if it is too large, too slow, or none. ClientGone if it breaks off.
+
+    One that says that it is too large is refused before any of it is read.
+    """
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > MAX_BODY_BYTES:
+        raise _too_large()
     parts: list[bytes] = []
     size = 0
     while True:
@@ -58,11 +64,15 @@ async def read_body(request: Request, timeout_s: float) -> Fields:
         parts.append(message.get("body", b""))
         size += len(parts[-1])
         if size > MAX_BODY_BYTES:
-            raise ApiError(
-                "invalid_request_error", f"the request is larger than {MAX_BODY_BYTES // MIB} MiB; send less", code=413
-            )
+            raise _too_large()
         if not message.get("more_body", False):
             return read_fields(b"".join(parts))
+
+
+def _too_large() -> ApiError:
+    return ApiError(
+        "invalid_request_error", f"the request is larger than {MAX_BODY_BYTES // MIB} MiB; send less", code=413
+    )
 
 
 class Client:

@@ -5,7 +5,8 @@ The engine's thread counts; the event loop reads. Rates are averages since the l
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from kvs_core.engine.engine import KvReport
@@ -13,8 +14,18 @@ from kvs_core.speculative.drafter import DraftStats
 
 
 @dataclass(slots=True)
+class Drafted:
+    """What the drafts of one type came to, of all requests."""
+
+    drafts: int = 0
+    tokens: int = 0
+    accepted: int = 0
+
+
+@dataclass(slots=True)
 class Metrics:
-    """Sums since the start; ``since_*`` since the last scrape."""
+    """Sums since the start; ``since_*`` since the last scrape, which was at ``scraped_s``. drafted: by type of drafter.
+    """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -23,14 +34,14 @@ class Metrics:
     predicted_s: float = 0.0
     decodes: int = 0
     longest_tokens: int = 0
-    drafts: int = 0
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
+    drafted: dict[str, Drafted] = field(default_factory=dict)
     accepted_by_position: list[int] = field(default_factory=list)
     since_prompt_tokens: int = 0
     since_prompt_s: float = 0.0
     since_predicted_tokens: int = 0
     since_predicted_s: float = 0.0
+    scraped_s: float = field(default_factory=time.perf_counter)
+    scraped_h2d_bytes: int = 0
 
     def add_prompt(self, tokens: int, seconds: float) -> None:
         """Prompt tokens that were run."""
@@ -40,12 +51,13 @@ class Metrics:
         self.since_prompt_s += seconds
         self.decodes += 1
 
-    def add_text(self, tokens: int, seconds: float, held: int, drafts: Iterable[DraftStats]) -> None:
-        """A request that ended with ``held`` tokens in the slot, and what its drafters did."""
-        for stats in drafts:
-            self.drafts += stats.drafts
-            self.draft_tokens += stats.drafted_tokens
-            self.accepted_tokens += stats.accepted_tokens
+    def add_text(self, tokens: int, seconds: float, held: int, drafts: Mapping[str, DraftStats]) -> None:
+        """A request that ended with ``held`` tokens in the slot, and what its drafters did, by type."""
+        for name, stats in drafts.items():
+            drafted = self.drafted.setdefault(name, Drafted())
+            drafted.drafts += stats.drafts
+            drafted.tokens += stats.drafted_tokens
+            drafted.accepted += stats.accepted_tokens
             missing = len(stats.accepted_at) - len(self.accepted_by_position)
             self.accepted_by_position += [0] * missing
             for position, count in enumerate(stats.accepted_at):
@@ -57,12 +69,14 @@ class Metrics:
         self.decodes += tokens
         self.longest_tokens = max(self.longest_tokens, held)
 
-    def text(self, *, processing: int, waiting: int, kv: KvReport) -> str:
-        """The exposition, version 0.0.4. Resets the rates."""
+    def text(self, *, processing: int, waiting: int, kv: KvReport, link_bytes_per_s: float) -> str:
+        """The exposition, version 0.0.4. Resets the rates. link_bytes_per_s: of large copies to the device, as probed.
+        """
         prompt_rate = self.since_prompt_tokens / self.since_prompt_s if self.since_prompt_s > 0 else 0.0
         rate = self.since_predicted_tokens / self.since_predicted_s if self.since_predicted_s > 0 else 0.0
         self.since_prompt_tokens = self.since_predicted_tokens = 0
         self.since_prompt_s = self.since_predicted_s = 0.0
+        drafted = list(self.drafted.values())   # at once: a request that ends may add a type
         lines: list[str] = []
         for name, help_text, value in (
             ("prompt_tokens_total", "Number of prompt tokens processed.", self.prompt_tokens),
@@ -72,9 +86,10 @@ class Metrics:
             ("tokens_predicted_seconds_total", "Predict process time", self.predicted_s),
             ("n_decode_total", "Total number of engine steps", self.decodes),
             ("n_tokens_max", "Largest observed number of tokens in the slot.", self.longest_tokens),
-            ("spec_decode_num_draft_tokens_total", "Number of drafted tokens.", self.draft_tokens),
-            ("spec_decode_num_accepted_tokens_total", "Number of accepted draft tokens.", self.accepted_tokens),
-            ("spec_decode_num_drafts_total", "Number of drafts.", self.drafts),
+            ("spec_decode_num_draft_tokens_total", "Number of drafted tokens.", sum(each.tokens for each in drafted)),
+            ("spec_decode_num_accepted_tokens_total", "Number of accepted draft tokens.",
+             sum(each.accepted for each in drafted)),
+            ("spec_decode_num_drafts_total", "Number of drafts.", sum(each.drafts for each in drafted)),
         ):
             lines += _metric("llamacpp", name, "counter", help_text, value)
         if self.accepted_by_position:
@@ -90,7 +105,42 @@ class Metrics:
         ):
             lines += _metric("llamacpp", name, "gauge", help_text, value)
         lines += _kv_lines(kv)
+        for name, kind, help_text, value in (
+            ("link_bytes_per_second", "gauge", "Rate of large copies to the device, measured at start.",
+             link_bytes_per_s),
+            ("link_share", "gauge", "Part of that rate which copies used since the last scrape.",
+             self._link_share(kv.h2d_bytes, link_bytes_per_s)),
+            ("cached_tokens_total", "counter", "Prompt tokens that were there already.", self.cached_tokens),
+            ("queue_length", "gauge", "Requests that wait for their turn.", waiting),
+        ):
+            lines += _metric("kvs", name, kind, help_text, value)
+        lines += self._draft_lines()
         return "\n".join(lines) + "\n"
+
+    def _link_share(self, h2d_bytes: int, link_bytes_per_s: float) -> float:
+        now_s = time.perf_counter()
+        took_s, self.scraped_s = now_s - self.scraped_s, now_s
+        copied, self.scraped_h2d_bytes = h2d_bytes - self.scraped_h2d_bytes, h2d_bytes
+        return copied / (link_bytes_per_s * took_s) if took_s > 0 and link_bytes_per_s > 0 else 0.0
+
+    def _draft_lines(self) -> Iterator[str]:
+        """Counts by type of drafter, and the part of its tokens that was accepted."""
+        drafted = sorted(self.drafted.items())
+        if not drafted:
+            return
+        for name, kind, help_text, values in (
+            ("drafts_total", "counter", "Drafts that were verified.", [each.drafts for _, each in drafted]),
+            ("draft_tokens_total", "counter", "Tokens of drafts that were verified.",
+             [each.tokens for _, each in drafted]),
+            ("draft_accepted_tokens_total", "counter", "Tokens of drafts that were accepted.",
+             [each.accepted for _, each in drafted]),
+            ("draft_acceptance", "gauge", "Accepted part of the drafted tokens.",
+             [each.accepted / each.tokens if each.tokens else 0.0 for _, each in drafted]),
+        ):
+            yield f"# HELP kvs:{name} {help_text}"
+            yield f"# TYPE kvs:{name} {kind}"
+            for (drafter, _), value in zip(drafted, values, strict=True):
+                yield f'kvs:{name}{{type="{drafter}"}} {value}'
 
 
 def _kv_lines(kv: KvReport) -> Iterable[str]:

@@ -25,11 +25,14 @@ _MAX_STOPS = 256
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """What holds where a request says nothing: the model's sampling and the server's flags."""
+    """What holds where a request says nothing: the model's sampling and the server's flags. grammar, json_schema: for
+    requests with a rule of neither kind."""
 
     sampling: SamplingParams
     n_predict: int = -1
     stop: tuple[str, ...] = ()
+    grammar: str = ""
+    json_schema: Mapping[str, Any] | None = None
     cache_prompt: bool = True
     ping_s: int = 30
     thought_limit: int = -1
@@ -77,6 +80,7 @@ class Options:
         body.whole("id_slot", -1)   # there is one slot, and any number means it
         thoughts = body.first("reasoning_budget_tokens", "thinking_budget_tokens")
         limit_asked = body.whole(thoughts, -1, least=-1)
+        ruled = "grammar" in body or "json_schema" in body
         return Options(
             sampling=_sampling(body, defaults.sampling, tokenizer),
             n_predict=asked if asked >= 0 else defaults.n_predict,
@@ -90,8 +94,8 @@ class Options:
             post_sampling_probs=body.flag("post_sampling_probs", False),
             t_max_predict_ms=body.whole("t_max_predict_ms", -1),
             response_fields=_texts(body, "response_fields"),
-            grammar=body.text("grammar"),
-            json_schema=_schema(body),
+            grammar=body.text("grammar") if ruled else defaults.grammar,
+            json_schema=_schema(body) if ruled else defaults.json_schema,
             thought_limit=limit_asked if limit_asked >= 0 else defaults.thought_limit,
             thought_message=body.text("reasoning_budget_message", defaults.thought_message),
             ping_s=body.whole("sse_ping_interval", defaults.ping_s, least=-1),

@@ -25,7 +25,7 @@ class PromptReader:
 
     def text(self, text: str) -> tuple[int, ...]:
         """A text, with BOS where the model wants it and the texts of special tokens as those tokens."""
-        return self._checked(self.encode(text))
+        return self.checked(self.encode(text))
 
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
         """Tokens of a text of any length. ContextError, before the work, for one that is far too long."""
@@ -70,9 +70,10 @@ class PromptReader:
             if not isinstance(given.get("prompt_string"), str):
                 raise bad_request("a prompt object needs a 'prompt_string'")
             given = given["prompt_string"]
-        return self._checked(self.tokens(given, add_special=True))
+        return self.checked(self.tokens(given, add_special=True))
 
-    def _checked(self, tokens: list[int]) -> tuple[int, ...]:
+    def checked(self, tokens: list[int]) -> tuple[int, ...]:
+        """The same, if they fit the context; else ContextError."""
         check_prompt(len(tokens), self._context)
         return tuple(tokens)
 

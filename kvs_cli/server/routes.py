@@ -22,6 +22,7 @@ from kvs_cli.server.fields import Fields
 from kvs_cli.server.front import Endpoint, not_found
 from kvs_cli.server.generation import Task
 from kvs_cli.server.http import Client, JsonReply, read_body
+from kvs_cli.server.infill import check_infill, infill_prompt
 from kvs_cli.server.options import Options
 from kvs_cli.server.replies import Format, NativeFormat, TextFormat
 from kvs_cli.server.responses import ResponsesFormat
@@ -79,10 +80,16 @@ async def _metrics(service: Service, request: Request) -> Response:
     if not service.settings.metrics:
         raise _not_supported("start the server with --metrics for GET /metrics")
     text = service.room.metrics.text(
-        processing=int(service.room.view.processing), waiting=service.queue.waiting, kv=service.room.report
+        processing=int(service.room.view.processing), waiting=service.queue.waiting, kv=service.room.report,
+        link_bytes_per_s=service.room.conversation.session.engine.link_bytes_per_s,
     )
     headers = {"Process-Start-Time-Unix": str(service.created)}
     return Response(text, headers=headers, media_type="text/plain; version=0.0.4")
+
+
+async def _live(service: Service, request: Request) -> Response:
+    service.room.live.polled()
+    return JsonReply(service.room.live.as_json(service.queue.waiting))
 
 
 async def _native(service: Service, request: Request) -> Response:
@@ -210,8 +217,25 @@ async def _slot_action(service: Service, request: Request, *, slot: str) -> Resp
     return JsonReply({"id_slot": 0, "n_erased": erased})
 
 
-async def _unsupported(service: Service, request: Request) -> Response:
-    raise _not_supported("kvs makes text alone: no embeddings, no reranking, no infill, no audio")
+async def _infill(service: Service, request: Request) -> Response:
+    check_infill(service.model.tokenizer)
+    body = await read_body(request, service.settings.listen.timeout_s)
+
+    def prepare() -> list[Task]:
+        prompt = infill_prompt(
+            body, service.prompts, service.model.tokenizer, service.context, n_predict=service.defaults.n_predict,
+            spm=service.settings.spm_infill,
+        )
+        options = Options.read(body, service.defaults, service.model.tokenizer)
+        return [service.task(prompt, options, constraint=service.constraint(options))]
+
+    async with _client(request) as client:
+        tasks = await client.or_gone(service.off_loop(prepare))
+        return await service.reply(client, tasks, NativeFormat(tasks, service.names, service.model.tokenizer))
+
+
+async def _unsupported(service: Service, request: Request, *, what: str) -> Response:
+    raise _not_supported(f"kvs makes text alone: this server does not support {what}")
 
 
 async def _disabled(service: Service, request: Request) -> Response:
@@ -252,6 +276,7 @@ _HANDLERS: dict[tuple[str, str], Handler] = {
     ("POST", "/props"): _set_props,
     ("GET", "/slots"): _slots,
     ("GET", "/metrics"): _metrics,
+    ("GET", "/kvs/live"): _live,
     **{("POST", path): _native for path in ("/completion", "/completions")},
     ("POST", "/v1/completions"): _text,
     **{("POST", path): _chat for path in ("/chat/completions", "/v1/chat/completions")},
@@ -268,8 +293,12 @@ _HANDLERS: dict[tuple[str, str], Handler] = {
     ("POST", "/detokenize"): _detokenize,
     ("POST", "/apply-template"): _apply_template,
     ("GET", "/lora-adapters"): _adapters,
-    **{("POST", path): _unsupported for path in (
-        "/infill", "/embedding", "/embeddings", "/v1/embeddings", "/rerank", "/reranking", "/v1/rerank",
-        "/v1/reranking", "/lora-adapters", "/audio/transcriptions", "/v1/audio/transcriptions")},
+    ("POST", "/infill"): _infill,
+    **{("POST", path): partial(_unsupported, what=what) for what, paths in {
+        "embeddings": ("/embedding", "/embeddings", "/v1/embeddings"),
+        "reranking": ("/rerank", "/reranking", "/v1/rerank", "/v1/reranking"),
+        "adapters": ("/lora-adapters",),
+        "audio": ("/audio/transcriptions", "/v1/audio/transcriptions"),
+    }.items() for path in paths},
     **{(method, path): _disabled for method in ("GET", "POST") for path in ("/tools", "/cors-proxy")},
 }

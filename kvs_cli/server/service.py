@@ -100,6 +100,7 @@ class Service:
             try:
                 job.check()
                 outcome: T | Failed = work()
+                self.room.live.look(always=True)
             except Cancelled:
                 outcome = Failed(ApiError("unavailable_error", "the request was cancelled"))
             except Exception as error:

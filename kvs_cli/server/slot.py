@@ -1,52 +1,127 @@
-"""The one slot: which tokens the engine holds between requests, what of them a new prompt keeps, and what /slots tells.
+"""The one slot: which conversation the engine holds between requests, which are set aside, what of them a new prompt
+keeps, and what /slots tells.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvs_core.engine.session import Session
+from kvs_core.device.host.machine import available_ram_bytes
+from kvs_core.engine.parked import ParkedSessions, gain, parts_from
+from kvs_core.engine.session import ParkedSession, Session
 from kvs_core.engine.session_file import SavedSession, load_session, save_session
+from kvs_core.units import MIB
 
+LOGGER = logging.getLogger(__name__)
+
+LEAST_FREE_BYTES = 512 * MIB
+"""RAM that conversations which are set aside leave to the machine."""
 _RESERVED = '/\\:*?"<>|'
 _LONGEST_NAME = 200
 
 
 class Conversation:
-    """Tokens that stay with the engine from one request to the next. For the engine's thread alone."""
+    """Tokens that stay with the engine from one request to the next, and conversations that take turns with them. For
+    the engine's thread alone.
 
-    def __init__(self, session: Session, model: str, folder: Path | None) -> None:
+    A prompt goes on with the conversation that gives it the most tokens, the one in hand or one set aside. If it parts
+    from that one, see ``parts_from``, it begins with a copy of what they share, and that one stays whole; so does the
+    one in hand when another is taken up. The least recently used ones go when memory ends.
+    """
+
+    def __init__(
+        self, session: Session, model: str, folder: Path | None, parked: ParkedSessions | None = None
+    ) -> None:
         """
         model   the key under which conversations are saved, ``model_key``
         folder  where to; None: nowhere
+        parked  those that are set aside; None: none can be
         """
         self.session = session
         self._model = model
         self._folder = folder
+        self.parked = ParkedSessions(0) if parked is None else parked
+        session.engine.reclaim_with(self.parked.drop_oldest)
 
     def begin(self, prompt: Sequence[int], *, reuse: bool) -> int:
-        """Keep what the session shares with ``prompt``, and return how many tokens that is: the rest is to be run,
-        and is never nothing. Not ``reuse``: keep nothing."""
-        if reuse:
-            return self.session.keep_common(prompt)
-        self.session.rewind(0)
-        return 0
+        """Have the session hold what can be kept for ``prompt``, and return how many tokens that is: the rest is to be
+        run, and is never nothing. Not ``reuse``: it holds nothing.
+
+        ``DeviceError`` if the device fails or has no memory; then the session is as it was, or empty.
+        """
+        session = self.session
+        if not reuse:
+            if parts_from(session.tokens, prompt, 0) and self._can_set_aside():
+                self._set_aside()
+            session.rewind(0)
+            return 0
+        here = session.reusable(prompt)
+        other = self.parked.best(prompt)
+        if other is not None and gain(other.reusable(prompt), other.tokens) > gain(here, session.tokens):
+            self._go_on_with(other, prompt)
+        elif parts_from(session.tokens, prompt, here) and self._can_set_aside():
+            held = self._set_aside()
+            if here:
+                session.fork(held, here)
+        return session.keep_common(prompt)
+
+    def _go_on_with(self, other: ParkedSession, prompt: Sequence[int]) -> None:
+        """Have the session hold what another conversation gives ``prompt``, and set aside what it holds."""
+        tokens = other.reusable(prompt)
+        stays = parts_from(other.tokens, prompt, tokens)
+        if stays:
+            self.parked.touch(other)
+        else:
+            self.parked.remove(other)
+        try:
+            if self._can_set_aside():
+                self._set_aside()
+            else:
+                self.session.rewind(0)
+            if stays:
+                self.session.fork(other, tokens)
+            else:
+                self.session.unpark(other)
+                LOGGER.info("a conversation of %d tokens is taken up again", len(other.tokens))
+        except BaseException:
+            if not stays:
+                self.parked.add(other)
+            raise
+
+    def _can_set_aside(self) -> bool:
+        """Whether the conversation in hand is to be kept, and there is memory for it and for another."""
+        session = self.session
+        if not session.tokens or not self.parked.fits(session.parked_bytes) or self.parked.covers(session.tokens):
+            return False
+        while available_ram_bytes() < LEAST_FREE_BYTES:
+            if not self.parked.drop_oldest():
+                return False
+        return True
+
+    def _set_aside(self) -> ParkedSession:
+        held = self.session.park()
+        gone = self.parked.add(held)
+        LOGGER.info("a conversation of %d tokens is set aside: %d are, in %.0f MiB; %d had to go", len(held.tokens),
+                    len(self.parked), self.parked.size_bytes / MIB, gone)  # fmt: skip
+        return held
 
     def erase(self) -> int:
-        """Forget everything; how many tokens that was."""
+        """Forget the conversation in hand; how many tokens it had."""
         held = len(self.session.tokens)
         self.session.rewind(0)
         return held
 
     def save(self, name: str) -> SavedSession:
-        """Write it to a file of the folder. ``SessionFileError``."""
+        """Write the one in hand to a file of the folder. ``SessionFileError``."""
         return save_session(self.session, self._path(name), self._model)
 
     def restore(self, name: str) -> SavedSession:
-        """Go on where a saved one stood. ``SessionFileError`` for a file that does not fit; then nothing changes."""
+        """Go on where a saved one stood, instead of the one in hand. ``SessionFileError`` for a file that does not fit;
+        then nothing changes."""
         return load_session(self.session, self._path(name), self._model)
 
     @property

@@ -156,6 +156,22 @@ class AttentionParams:
         return self.q_columns + self.kv_heads * (self.k_dim + self.v_dim)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionRows:
+    """Rows of a step, or of one tile of it, at an attention layer.
+
+    y [T, params.columns] projected; q: memory for queries, see ``Ops.write_kv``; out [T, H * Dv]
+    """
+
+    y: Buffer
+    q: Buffer
+    out: Buffer
+
+
+Turn = Callable[[int], None]
+"""``Device.use_tile``: the ops from here on belong to the tile of that number."""
+
+
 @dataclass(frozen=True, slots=True)
 class GdnShape:
     """Sizes of a Gated DeltaNet layer: ``v_heads`` states of [d_k, d_v]; v head i uses key head ``i % k_heads``.
@@ -313,7 +329,8 @@ class Ops(Protocol):
     def load_plan(self, layer: int, rows: int, plan: LayerPlan) -> Any:
         """Make the pages of an attention layer known; what is returned stands for the plan in the ops below.
 
-        It replaces the layer's plan for decode steps of ``rows`` rows, for prefill steps (0) or for drafts (-1).
+        It replaces the layer's plan for decode steps of ``rows`` rows, for prefill steps (0), for drafts (-1) or for
+        decode steps that run in tiles (-2).
         Captured work stays valid if ``plan.shape`` has not changed.
         """
         ...
@@ -453,6 +470,7 @@ class Device(Protocol):
 
     name: str
     captures: bool    # decode steps are captured, never run as they come
+    is_host: bool     # its memory is the host's, which the history needs too
     capabilities: Capabilities
     ops: Ops
     compute: Stream
@@ -535,6 +553,18 @@ class Device(Protocol):
 
     def begin_step(self, inputs: StepInputs) -> None:
         """The step that the ops from here on belong to."""
+        ...
+
+    def begin_tiles(self, tiles: Sequence[StepInputs]) -> None:
+        """A decode step of more rows than one op takes: it runs as it comes, in tiles whose ops alternate.
+
+        Each tile is given as a step of up to ``max_decode_rows`` rows; the first row of tile i is row
+        ``i * max_decode_rows`` of the step, which has no more rows than a prefill step may have.
+        """
+        ...
+
+    def use_tile(self, index: int) -> None:
+        """The tile that the ops from here on belong to."""
         ...
 
     def reserve_steps(self, layers: int, pages: int, max_rows: int) -> None:

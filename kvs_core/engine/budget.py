@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvs_core.device.base import StepSizes
+from kvs_core.device.base import Device, StepSizes
 from kvs_core.device.workspace import BufferSpec
-from kvs_core.errors import CapabilityError, SettingsError
+from kvs_core.errors import BudgetError, CapabilityError, SettingsError
 from kvs_core.memory.phases import MemoryPlan, Phase, PhaseRequest, required_bytes
 from kvs_core.models.model import forward_buffers, logit_buffers, step_sizes
-from kvs_core.models.recurrent import MAX_ROWS
+from kvs_core.models.recurrent import MAX_ROWS, state_bytes
 from kvs_core.models.spec import LayerSpec, ModelSpec
 from kvs_core.paging.geometry import (
     GROUP_PAGES,
@@ -68,6 +68,12 @@ class BudgetDevice:
 
     scratch: DeviceScratch = lambda phase, sizes: ()
     page_layout: Callable[[PageGeometry], PageGeometry] = lambda geometry: geometry
+    is_host: bool = True
+
+    @classmethod
+    def of(cls, device: Device) -> BudgetDevice:
+        """What ``device`` adds."""
+        return cls(device.scratch, device.page_layout, device.is_host)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +176,7 @@ def plan_budget(
 ) -> Budget:
     """The budget of a model, from its sizes alone. ``BudgetError`` or ``CapabilityError`` if it cannot be.
 
-    free_bytes               of the device, for an arena that is chosen here and fitted (``kv.fit``)
+    free_bytes               of the device, for an arena that is chosen here, which recurrent state shares with it
     drafting                 what steps will be drafted with
     device                   what its kernels ask for; by default nothing
     arena_bytes, pool_bytes  exact sizes instead of ``kv.arena_mib`` and ``kv.pool_mib``; arenas in multiples of 256
@@ -184,9 +190,9 @@ def plan_budget(
     buffers = phase_buffers(spec, geometry, plan, device.scratch, drafting.nextn)
     memory = plan_memory(
         geometry, need, buffers,
-        arena_bytes=arena_bytes if kv.arena_mib is None else kv.arena_mib * MIB,
+        arena_bytes=kv.arena_mib * MIB if isinstance(kv.arena_mib, int) else arena_bytes,
         pool_bytes=pool_bytes if kv.pool_mib is None else kv.pool_mib * MIB,
-        free_bytes=free_bytes if kv.fit else None,
+        room=_room(kv, free_bytes - state_bytes(spec), device.is_host),
         advice=_RESIDENT_ADVICE if mode is ResidencyMode.RESIDENT else "",
     )
     _check_ring(kv, need, min(memory.slots(phase) for phase in Phase))
@@ -220,13 +226,42 @@ def arena_for(memory: MemoryPlan, slots: int) -> int:
     return max(required_bytes(memory.request(phase), slot_bytes=memory.slot_bytes, slots=slots) for phase in Phase)
 
 
+@dataclass(frozen=True, slots=True)
+class ArenaRoom:
+    """Bytes that an arena which is chosen here may take. ``source``: how they came about, where they are a limit that
+    holds even if less cannot be; else the arena is as large as it must be."""
+
+    size_bytes: int
+    source: str = ""
+
+    def check(self, least_bytes: int) -> None:
+        """``BudgetError`` if the least arena is beyond the limit."""
+        if self.source and mib_ceil(least_bytes) > self.size_bytes // MIB:
+            needed_mib, given_mib = mib_ceil(least_bytes), self.size_bytes // MIB
+            raise BudgetError(
+                f"--kv-stream-arena-mib auto: the arena needs {needed_mib} MiB, {given_mib} MiB are left of "
+                f"{self.source}; lower --fit-target, --ctx-size or --ubatch-size, or end other programs",
+                needed_mib=needed_mib, given_mib=given_mib,
+            )
+
+
+def _room(kv: KvSettings, free_bytes: int, is_host: bool) -> ArenaRoom | None:
+    if kv.arena_mib != "auto":
+        return ArenaRoom(int(free_bytes * _FREE_SHARE)) if kv.fit else None
+    left = max(0, free_bytes - kv.fit_target_mib * MIB)
+    source = f"{free_bytes // MIB} MiB that are free, without --fit-target {kv.fit_target_mib}"
+    if is_host:   # every page has its place in the history too
+        return ArenaRoom(left // 2 // MIB * MIB, f"{source}, the history beside it in the same memory")
+    return ArenaRoom(left // MIB * MIB, source)
+
+
 def plan_memory(
     geometry: PageGeometry, need: PoolNeed, buffers: Mapping[Phase, PhaseBuffers], *,
-    arena_bytes: int | None, pool_bytes: int | None, free_bytes: int | None, advice: str = "",
+    arena_bytes: int | None, pool_bytes: int | None, room: ArenaRoom | None, advice: str = "",
 ) -> MemoryPlan:
     """The arena or the pool as asked for; else an arena for the whole context, cut to a fair part of free memory.
 
-    free_bytes  of the device; None: the arena is not cut
+    room  that an arena which is chosen here may take; None: as much as it needs
 
     ``BudgetError`` if that is too small.
     """
@@ -243,6 +278,8 @@ def plan_memory(
             max(required_bytes(request, slot_bytes=geometry.page_bytes, slots=slots) for request in (prefill, decode))
             for slots in (need.least_slots, need.all_slots)
         )
-        fair = every if free_bytes is None else min(every, int(free_bytes * _FREE_SHARE))
+        if room is not None:
+            room.check(least)
+        fair = every if room is None else min(every, room.size_bytes)
         arena_bytes = mib_ceil(max(least, fair)) * MIB
     return MemoryPlan(arena_bytes, geometry.page_bytes, need.least_slots, prefill, decode, advice=advice)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvs_core.models.recurrent import StateSnapshot
+from kvs_core.streaming.history import ParkedHistory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,6 +34,14 @@ class Checkpoint:
     def size_bytes(self) -> int:
         """Host memory."""
         return self.state.size_bytes + (0 if self.hidden is None else self.hidden.nbytes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ParkedSequence:
+    """A sequence while no engine runs it: its history, and the engine at its end."""
+
+    history: ParkedHistory
+    end: Checkpoint
 
 
 class Checkpoints:

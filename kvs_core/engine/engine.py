@@ -15,7 +15,7 @@ Leaving the block without ``settle`` drops the step's rows. One sequence at a ti
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,18 +24,19 @@ import numpy as np
 from kvs_core.device.base import Device
 from kvs_core.engine.budget import NO_DRAFTING, BudgetDevice, Drafting, plan_budget
 from kvs_core.engine.captured import CapturedSteps
-from kvs_core.engine.checkpoints import Checkpoint
+from kvs_core.engine.checkpoints import Checkpoint, ParkedSequence
 from kvs_core.engine.step import Kept, Step, StepParts
+from kvs_core.engine.tiles import TileRoom
 from kvs_core.formats.gguf import GgufFile
 from kvs_core.memory.arena import Arena
 from kvs_core.memory.phases import Phase
-from kvs_core.models.recurrent import RecurrentState
+from kvs_core.models.recurrent import MAX_ROWS, RecurrentState
 from kvs_core.models.registry import load_model, read_spec
 from kvs_core.models.spec import ModelSpec
 from kvs_core.paging.residency import ResidencyConfig
 from kvs_core.settings.rooms import ContextSettings, KvSettings, RopeSettings
 from kvs_core.streaming.handover import Handover
-from kvs_core.streaming.kv_stream import KvStats, KvStream
+from kvs_core.streaming.kv_stream import KvStats, KvStream, LayerPlaces
 from kvs_core.units import Progress
 
 
@@ -84,7 +85,7 @@ class Engine:
         drafting.check(spec)
         plan = partial(
             plan_budget, spec, context, kv, arena_bytes=arena_bytes, pool_bytes=pool_bytes,
-            device=BudgetDevice(device.scratch, device.page_layout), drafting=drafting,
+            device=BudgetDevice.of(device), drafting=drafting,
         )
         device.capabilities.check(plan(free_bytes=device.free_bytes()).geometry)   # what cannot be, before the weights
         self._model = load_model(file, device, rope=rope, nextn=drafting.nextn, progress=progress)
@@ -114,6 +115,7 @@ class Engine:
         self._state = RecurrentState(spec, device)
         self._captured = CapturedSteps(device)
         self._kept = Kept()
+        self._tiles = TileRoom(device, spec, self._kv, self.context, nextn=drafting.nextn)
         self._handover = Handover(device, Arena(self.memory.arena_bytes), self.memory, self._kv, budget.buffers)
 
     def warm_up(self) -> None:
@@ -185,6 +187,9 @@ class Engine:
     def go_back(self, checkpoint: Checkpoint) -> None:
         """Be behind the tokens of a checkpoint of this sequence again. Blocks; between steps."""
         self._kv.truncate(checkpoint.position)
+        self._be_at(checkpoint)
+
+    def _be_at(self, checkpoint: Checkpoint) -> None:
         self._state.take_back(checkpoint.state)
         if self._model.nextn is not None and checkpoint.hidden is not None:
             self._device.upload(self._model.nextn.hidden[0], checkpoint.hidden)
@@ -197,7 +202,39 @@ class Engine:
             for page in range(self.geometry.pages_of(self.committed)):
                 yield layer, page, self._kv.history_page(layer, page)
 
-    def take_up(self, pages: Iterable[tuple[int, int, bytes]], checkpoint: Checkpoint, tokens: int) -> None:
+    def park(self) -> ParkedSequence:
+        """Give the sequence away, all that is needed to go on with it, and be empty. Blocks; between steps.
+
+        If it fails, the sequence is as it was, or it is lost and ``rewind(0)`` has to come first.
+        """
+        end = self.checkpoint()
+        history = self._kv.park()
+        self._captured.forget()
+        self.rewind(0)
+        return ParkedSequence(history, end)
+
+    def unpark(self, parked: ParkedSequence) -> None:
+        """Go on with a sequence that was given away, from an empty one, at its end and with the same bits. Blocks.
+
+        ``parked`` is used up. If it fails, that is not so, and ``rewind(0)`` has to come first.
+        """
+        assert self.committed == 0, self.committed
+        self._be_at(parked.end)
+        self._captured.forget()
+        self._kv.take_back(parked.history)
+
+    @property
+    def parked_bytes(self) -> int:
+        """Pinned bytes that ``park`` would give away now; a checkpoint comes on top."""
+        return self._kv.parked_bytes
+
+    def reclaim_with(self, reclaim: Callable[[], bool]) -> None:
+        """Called, before a step runs, where the history finds no memory: gives some back, or says False."""
+        self._kv.reclaim_with(reclaim)
+
+    def take_up(
+        self, pages: Iterable[tuple[int, int, bytes | memoryview]], checkpoint: Checkpoint, tokens: int
+    ) -> None:
         """Begin behind ``tokens`` tokens whose pages and state come from elsewhere. Of an empty sequence."""
         assert self.committed == 0, self.committed
         for layer, page, data in pages:
@@ -215,14 +252,30 @@ class Engine:
         self.enter(phase)
         if phase is Phase.PREFILL:
             self._state.flush()
+        else:
+            self._kv.end_loan()
         step = Step(self._parts(), len(tokens), phase)
         step.run(tokens)
         return step
 
     def open(self, rows: int) -> Step:
-        """A decode step of up to ``rows`` rows behind the committed ones, in which nothing has run yet."""
+        """A decode step of up to ``rows`` rows behind the committed ones, in which nothing has run yet.
+
+        More than 8, but no more than ``widest`` allows, run in tiles; then nothing is drafted within the step.
+        """
         self.enter(Phase.DECODE)
-        return Step(self._parts(), rows, Phase.DECODE)
+        if rows <= MAX_ROWS:
+            self._kv.end_loan()
+            return Step(self._parts(), rows, Phase.DECODE)
+        self._state.flush()
+        return Step(self._parts(), rows, Phase.DECODE, self._tiles.lend(rows, self._handover.layout))
+
+    def widest(self, rows: int) -> int:
+        """Rows, ``rows`` at most, that ``open`` can have now."""
+        if rows <= MAX_ROWS:
+            return rows
+        self.enter(Phase.DECODE)
+        return self._tiles.widest(rows)
 
     @property
     def drafting(self) -> Drafting:
@@ -249,6 +302,20 @@ class Engine:
             d2h_bytes=counters.publish_bytes,
             stall_ms=None if counters.stall_ns is None else counters.stall_ns / 1e6,
         )
+
+    def places(self) -> list[LayerPlaces]:
+        """Where every page is, by layer with keys and values; between steps, in the thread that runs them."""
+        return self._kv.places()
+
+    @property
+    def link_bytes_per_s(self) -> float:
+        """Rate of large copies to the device, as measured at start."""
+        return self._device.link_bytes_per_s()
+
+    @property
+    def kv_layer_numbers(self) -> list[int]:
+        """The model's numbers of the layers with keys and values, the MTP block's last."""
+        return [layer.index for layer in self._drafting.kv_layers(self.spec)]
 
     def memory_report(self) -> dict[str, int]:
         """Bytes by purpose: weights, state, arena, history."""

@@ -81,14 +81,20 @@ def run_round(
     remaining  tokens that may still be generated; None: no limit
     """
     enough = None if n_probs > 0 else sampler.enough
-    limit = 0
+    engine, draft, within = session.engine, NO_DRAFT, 0
     if speculation is not None:
-        limit = min(MOST_DRAFTED, draft_limit(
-            context_tokens=session.engine.context.context_tokens, history_tokens=len(session.tokens) + 1,
+        limit = draft_limit(
+            context_tokens=engine.context.context_tokens, history_tokens=len(session.tokens) + 1,
             remaining_tokens=remaining,
-        ))
-    with session.engine.open(1 + max(0, limit)) as step:
-        draft = NO_DRAFT if speculation is None else speculation.propose(token, limit, step)
+        )
+        draft = speculation.propose(token, limit)
+        if len(draft) > MOST_DRAFTED:
+            draft = speculation.shorten(engine.widest(1 + len(draft)) - 1)
+        if not draft and speculation.drafts_within:
+            within = max(0, min(limit, MOST_DRAFTED))
+    with engine.open(1 + max(len(draft), within)) as step:
+        if speculation is not None and within > 0:
+            draft = speculation.propose_within(step, within)
         start = perf_counter()
         step.run([token, *draft.tokens])
         best = None if enough is None else step.best(enough, 0)

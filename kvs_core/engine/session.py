@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from kvs_core.engine.checkpoints import Checkpoint, Checkpoints
+from kvs_core.engine.checkpoints import Checkpoint, Checkpoints, ParkedSequence
 from kvs_core.engine.engine import Engine
 from kvs_core.errors import ContextError
 from kvs_core.memory.phases import Phase
+from kvs_core.models.recurrent import StateSnapshot
 from kvs_core.sampling.candidates import Candidates
 from kvs_core.settings.rooms import ContextPlan
 from kvs_core.units import MIB, Progress
@@ -19,6 +21,30 @@ LOGGER = logging.getLogger(__name__)
 
 TAIL_TOKENS = 4
 """At the end of a prompt: the next one is likely to have other tokens there, and may have the same before them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ParkedSession:
+    """A conversation that is set aside.
+
+    checkpoints  where else than at its end it can be taken up, by position
+    can_rewind   it can be taken up anywhere
+    """
+
+    tokens: tuple[int, ...]
+    sequence: ParkedSequence
+    checkpoints: tuple[Checkpoint, ...]
+    can_rewind: bool
+
+    @property
+    def size_bytes(self) -> int:
+        """Host memory."""
+        kept = sum(held.size_bytes for held in (*self.checkpoints, self.sequence.end))
+        return self.sequence.history.size_bytes + kept
+
+    def reusable(self, prompt: Sequence[int]) -> int:
+        """How many tokens of ``prompt`` need not be read if this conversation goes on with it."""
+        return _reusable(self.tokens, prompt, self.can_rewind, self.checkpoints)
 
 
 class Session:
@@ -76,21 +102,22 @@ class Session:
         At least one token is left to be read: it gives the logits that the text begins with. A model with recurrent
         layers stays where it is, goes back to a checkpoint, or begins anew.
         """
-        common = common_prefix(self.tokens, prompt[:-1])
-        if common < len(self.tokens):
-            self._go_back(common)
-        return len(self.tokens)
+        kept = self.reusable(prompt)
+        if kept < len(self.tokens):
+            self._go_back(kept)
+        return kept
+
+    def reusable(self, prompt: Sequence[int]) -> int:
+        """How many tokens ``keep_common`` would keep."""
+        return _reusable(self.tokens, prompt, self.engine.can_rewind, self.checkpoints)
 
     def _go_back(self, tokens: int) -> None:
-        if self.engine.can_rewind:
-            self.rewind(tokens)
-            return
-        held = None if self._checkpoints is None else self._checkpoints.best(tokens)
+        held = None if self._checkpoints is None or tokens == 0 else self._checkpoints.best(tokens)
         if held is None:
-            self.rewind(0)
+            self.rewind(tokens)
         else:
             self.engine.go_back(held)
-            self._forget_behind(held.position)
+            self._forget_behind(tokens)
 
     def _checkpoint(self, is_wanted: bool) -> None:
         """Where it is wanted, and within a prompt at its distance."""
@@ -122,8 +149,53 @@ class Session:
         """Where else than at its end the conversation can be taken up, by position."""
         return () if self._checkpoints is None else self._checkpoints.held
 
+    @property
+    def parked_bytes(self) -> int:
+        """Host memory that ``park`` would give away, but for the checkpoint at the end."""
+        return self.engine.parked_bytes + sum(held.size_bytes for held in self.checkpoints)
+
+    def park(self) -> ParkedSession:
+        """Set the conversation aside and be empty. Between steps.
+
+        ``DeviceError`` if the device fails; then the session is as it was or, if it could not be, empty.
+        """
+        tokens, checkpoints = tuple(self.tokens), tuple(self.checkpoints)
+        try:
+            sequence = self.engine.park()
+        finally:
+            if self.engine.committed == 0:
+                self._forget_behind(0)
+        return ParkedSession(tokens, sequence, checkpoints, self.engine.can_rewind)
+
+    def unpark(self, parked: ParkedSession) -> None:
+        """Be a conversation that was set aside, as if it had never been; from an empty session. ``parked`` is used up.
+
+        If that fails the session is empty, and ``parked`` is whole.
+        """
+        try:
+            self.engine.unpark(parked.sequence)
+        except BaseException:
+            self.rewind(0)
+            raise
+        self._be(parked.tokens, parked.checkpoints)
+
+    def fork(self, parked: ParkedSession, tokens: int) -> None:
+        """Begin with the first ``tokens`` tokens of a conversation that stays aside: their pages are copied, so none is
+        read again. ``tokens``: what ``parked.reusable`` says. If that fails the session is empty."""
+        history, engine = parked.sequence.history, self.engine
+        pages = (
+            (layer, page, history.page(layer, page).data)
+            for layer in range(engine.kv_layers) for page in range(engine.geometry.pages_of(tokens))
+        )
+        if parked.can_rewind:
+            checkpoints = [Checkpoint(StateSnapshot(tokens, {}), None)]
+        else:
+            checkpoints = [held for held in parked.checkpoints if held.position <= tokens]
+        self.take_up(parked.tokens[:tokens], pages, checkpoints)
+
     def take_up(
-        self, tokens: Sequence[int], pages: Iterable[tuple[int, int, bytes]], checkpoints: Sequence[Checkpoint]
+        self, tokens: Sequence[int], pages: Iterable[tuple[int, int, bytes | memoryview]],
+        checkpoints: Sequence[Checkpoint],
     ) -> None:
         """Be the conversation that was left with these tokens, pages and checkpoints, the last one at its end.
 
@@ -135,6 +207,9 @@ class Session:
         except BaseException:
             self.rewind(0)
             raise
+        self._be(tokens, checkpoints)
+
+    def _be(self, tokens: Sequence[int], checkpoints: Sequence[Checkpoint]) -> None:
         self.tokens = list(tokens)
         for checkpoint in checkpoints:
             if self._checkpoints is not None and checkpoint.position > 0:
@@ -156,6 +231,16 @@ def common_prefix(held: Sequence[object], wanted: Sequence[object]) -> int:
     if list(held[:most]) == list(wanted[:most]):   # quick, and nearly always so
         return most
     return next(index for index in range(most) if held[index] != wanted[index])
+
+
+def _reusable(
+    tokens: Sequence[int], prompt: Sequence[int], can_rewind: bool, checkpoints: Sequence[Checkpoint]
+) -> int:
+    """Tokens of ``prompt`` that a conversation of ``tokens`` can begin with: never all, so that there are logits."""
+    common = common_prefix(tokens, prompt[:-1])
+    if can_rewind or common == len(tokens):
+        return common
+    return max((held.position for held in checkpoints if held.position <= common), default=0)
 
 
 def check_prompt(prompt_tokens: int, context: ContextPlan) -> None:

@@ -1,6 +1,6 @@
 """Speculation of one request: who drafts this round, the draft, the verdict, and what everyone learns of it.
 
-    n-gram drafters, in fixed order ─ first draft that is not empty
+    n-gram drafters, in fixed order ─ first draft that is not empty, of a length that pays (``Returns``)
     else the model's own: MTP block or resident pages, whichever pays more (``Payback``) ─ drafts within the open step
 """
 
@@ -18,13 +18,14 @@ from kvs_core.speculative.drafter import NO_DRAFT, Draft, Drafter, DrafterMix, D
 from kvs_core.speculative.ngram import ngram_drafters
 from kvs_core.speculative.payback import Choice, Payback
 from kvs_core.speculative.picker import KEPT, DraftPicker, Guess
+from kvs_core.speculative.returns import Returns
 from kvs_core.speculative.synthetic import make_judge
 from kvs_core.speculative.text import Text
 from kvs_core.speculative.verdict import Verdict
 from kvs_core.speculative.verifier import Row
 
 MOST_DRAFTED = MAX_ROWS - 1
-"""Tokens that one step verifies beside its first; a longer draft is cut, and proposed again by whoever made it."""
+"""Tokens that a usual step verifies beside its first. Longer drafts take a step in tiles."""
 
 
 class ModelDrafter:
@@ -91,11 +92,13 @@ class Speculation:
         self._judge = make_judge(settings, eog_ids, seed=sampler.seed_used)
         self._synthetic = settings.is_synthetic
         self._adaptive = settings.adaptive and not settings.is_synthetic
+        self._returns = Returns([drafter.name for drafter in ngrams], MOST_DRAFTED)
         self._payback = Payback({name: min(settings.draft.n_max, MOST_DRAFTED) for name in self._models})
         self._history: list[int] = []
         self._choice = Choice()
         self._draft = NO_DRAFT
         self._draft_s = 0.0
+        self._began = 0.0
         self.rounds = 0
 
     @property
@@ -113,20 +116,36 @@ class Speculation:
         self._history = list(tokens)
         self._mix.begin(self._history)
 
-    def propose(self, token: int, limit: int, step: Step) -> Draft:
-        """A draft of what follows ``token``, which was sampled last, of at most ``limit`` tokens, made in ``step``."""
+    def propose(self, token: int, limit: int) -> Draft:
+        """A draft of what follows ``token``, which was sampled last, of at most ``limit`` tokens: from tokens alone."""
+        self._began = perf_counter()
         self._history.append(token)
-        start = perf_counter()
-        limit = min(limit, MOST_DRAFTED)
-        skip = set(self._models)
-        self._choice = Choice()
+        self._choice, self._draft_s = Choice(), 0.0
+        limits = self._returns.limits(limit) if self._adaptive else None
+        self._draft = self._mix.propose(self._history, limit, skip=self._models, limits=limits)
+        return self._draft
+
+    def shorten(self, tokens: int) -> Draft:
+        """Only so many tokens of the draft can be verified: the draft that is left."""
+        self._draft = self._mix.shorten(tokens)
+        return self._draft
+
+    @property
+    def drafts_within(self) -> bool:
+        """Whether ``propose_within`` may draft."""
+        return bool(self._models)
+
+    def propose_within(self, step: Step, limit: int) -> Draft:
+        """Where ``propose`` had nothing: a draft of at most ``limit`` tokens that the model makes, in ``step``."""
         if limit > 0 and self._models:
+            start = perf_counter()
             self._choice = self._choose(limit)
             if self._choice.kind:
-                skip.discard(self._choice.kind)
                 self._models[self._choice.kind].lend(step, self._choice.tokens)
-        self._draft = self._mix.propose(self._history, limit, skip=skip)
-        self._draft_s = perf_counter() - start
+                self._draft = self._mix.propose(
+                    self._history, limit, skip={drafter for drafter in self.stats if drafter != self._choice.kind}
+                )
+            self._draft_s = perf_counter() - start
         return self._draft
 
     def judge(self, rows: Sequence[Row], sampler: Sampler) -> Verdict:
@@ -138,6 +157,10 @@ class Speculation:
         self.rounds += 1
         self._history.extend(verdict.tokens[:-1])
         by_ngram = len(self._draft) > 0 and self._draft.source not in self._models
+        self._returns.observe(
+            self._draft.source if by_ngram else "", drafted=len(self._draft), tokens=len(verdict.tokens),
+            seconds=perf_counter() - self._began,
+        )
         self._payback.observe(
             Choice() if by_ngram else self._choice, drafted=len(self._draft), accepted=verdict.accepted,
             draft_s=self._draft_s, step_s=step_s,

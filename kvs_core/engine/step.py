@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -17,11 +17,13 @@ import numpy as np
 from kvs_core.device.base import Buffer, Device, StepInputs
 from kvs_core.device.workspace import Workspace
 from kvs_core.engine.captured import CapturedSteps
+from kvs_core.engine.tiles import TileBuffers, tiles_of
 from kvs_core.memory.phases import Phase
 from kvs_core.models.blocks import Batch
+from kvs_core.models.blocks import Step as Tile
 from kvs_core.models.model import Model
 from kvs_core.models.nextn import DRAFT_ROW
-from kvs_core.models.recurrent import RecurrentState
+from kvs_core.models.recurrent import MAX_ROWS, RecurrentState
 from kvs_core.sampling.candidates import Candidates
 from kvs_core.sampling.logprobs import check_logits
 from kvs_core.streaming.kv_step import KvStep
@@ -51,10 +53,12 @@ class StepParts:
 class Step:
     """See the top of the file. ``rows``: of the last thing that ran."""
 
-    def __init__(self, parts: StepParts, rows: int, phase: Phase) -> None:
-        """Open a step of up to ``rows`` rows."""
+    def __init__(self, parts: StepParts, rows: int, phase: Phase, room: TileBuffers | None = None) -> None:
+        """Open a step of up to ``rows`` rows. ``room``: it will run in tiles."""
         self._parts = parts
         self._phase = phase
+        self._room = room
+        self._tiles: list[Tile] = []
         self._kv: KvStep = parts.kv.begin(rows, phase)
         self._settled = False
         self._ran = False
@@ -63,7 +67,10 @@ class Step:
         self._last_kind = ""
         self.rows = 0
         try:
-            parts.state.begin(phase, rows, self._kv.first_position)
+            if room is None:
+                parts.state.begin(phase, rows, self._kv.first_position)
+            else:
+                parts.state.begin_tiles(rows, self._kv.first_position, room.rings)
         except BaseException:
             self._drop()
             raise
@@ -81,6 +88,9 @@ class Step:
         """Compute the rows ``tokens``. Once."""
         assert not self._ran, "a step runs once"
         parts = self._parts
+        if self._room is not None:
+            self._run_tiles(tokens, self._room)
+            return
         try:
             self._kv.run(len(tokens))
             batch = self._batch(tokens, 0)
@@ -93,7 +103,7 @@ class Step:
 
             def record() -> None:
                 forward()
-                parts.model.logits(range(batch.rows), parts.workspace)
+                parts.model.logits(parts.workspace.rows("x", batch.rows), parts.workspace)
 
             if self._captures:
                 try:
@@ -134,7 +144,7 @@ class Step:
 
         def forward() -> None:
             parts.model.forward(batch, self._kv, states, parts.workspace, draft=True)
-            parts.model.logits(range(1), parts.workspace)
+            parts.model.logits(parts.workspace.rows("x", 1), parts.workspace)
 
         self._draft(
             "resident", batch,
@@ -148,13 +158,7 @@ class Step:
         first_row = self.rows - 1 if first_row is None else first_row
         if self._has_logits:
             return parts.device.download(parts.workspace["logits"][first_row : self.rows])
-        most = int(parts.workspace["logits"].shape[0])
-        found = []
-        for row in range(first_row, self.rows, most):
-            with np.errstate(all="ignore"):
-                logits = parts.model.logits(range(row, min(row + most, self.rows)), parts.workspace)
-            found.append(parts.device.download(logits))
-        return np.concatenate(found)
+        return np.concatenate([parts.device.download(logits) for logits in self._logits_from(first_row)])
 
     def best(self, k: int, first_row: int | None = None) -> list[Candidates] | None:
         """Of each row from ``first_row`` on (default: the last alone) the k largest logits, sorted.
@@ -163,17 +167,16 @@ class Step:
         """
         parts = self._parts
         first_row = self.rows - 1 if first_row is None else first_row
-        if self._has_logits:
-            rows = parts.workspace["logits"][first_row : self.rows]
-        else:
-            rows = parts.model.logits(range(first_row, self.rows), parts.workspace)
-        top = parts.device.ops.top_logits(rows, k)
-        if top is None:
-            return None
-        ids, values = (parts.device.download(part) for part in top)
-        for row in values:
-            check_logits(row[:1])
-        return [Candidates(*row, is_sorted=True) for row in zip(ids, values, strict=True)]
+        found = []
+        for logits in self._logits_from(first_row):
+            top = parts.device.ops.top_logits(logits, k)
+            if top is None:
+                return None
+            ids, values = (parts.device.download(part) for part in top)
+            for row in values:
+                check_logits(row[:1])
+            found += [Candidates(*row, is_sorted=True) for row in zip(ids, values, strict=True)]
+        return found
 
     def settle(self, keep: int | None = None) -> None:
         """Commit the first ``keep`` rows (default: all), drop the rest."""
@@ -181,12 +184,15 @@ class Step:
         parts = self._parts
         keep = self.rows if keep is None else keep
         try:
+            if self._tiles:
+                parts.model.keep_tiles(self._tiles, keep)
             parts.state.settle(keep)
         except BaseException:
             self._drop()
             raise
         self._settled = True
-        parts.kept.rows = keep if self._phase is Phase.DECODE else 0
+        if not self._tiles:
+            parts.kept.rows = keep if self._phase is Phase.DECODE else 0
         self._kv.settle(keep)
         if self._has_logits:
             self.observe()
@@ -194,6 +200,48 @@ class Step:
     def observe(self) -> None:
         """Tell the policy how long the step took, if that is known by now."""
         self._kv.observe(self._parts.captured.elapsed_s())
+
+    def _run_tiles(self, tokens: Sequence[int], room: TileBuffers) -> None:
+        parts = self._parts
+        try:
+            batches = [(first, self._batch(some, first)) for first, some in tiles_of(tokens)]
+            self._kv.run_tiles(len(tokens), room.scratch[: len(batches)], room.groups)
+            self._tiles = [
+                parts.model.tile(batch, self._kv, parts.state.tile(first), workspace)
+                for (first, batch), workspace in zip(batches, room.workspaces, strict=False)
+            ]
+            parts.device.begin_tiles([
+                StepInputs(batch.tokens, batch.first_position, first, self._phase, store=False, kept=parts.kept.rows)
+                for first, batch in batches
+            ])
+            parts.kept.rows = 0   # the table's first row is what stands before the step, then before the next
+            with np.errstate(all="ignore"):
+                parts.model.forward_tiles(self._tiles, parts.device.use_tile)
+        except BaseException:
+            self._drop()
+            raise
+        self._ran, self.rows = True, len(tokens)
+
+    def _logits_from(self, first_row: int) -> Iterator[Buffer]:
+        """Logits [n, V] of rows from ``first_row`` on, as many at a time as there is room for; good until the next."""
+        parts = self._parts
+        if self._has_logits:
+            yield parts.workspace["logits"][first_row : self.rows]
+            return
+        for x in self._residuals(first_row):
+            with np.errstate(all="ignore"):
+                yield parts.model.logits(x, parts.workspace)
+
+    def _residuals(self, first_row: int) -> Iterator[Buffer]:
+        if self._tiles:
+            for number, tile in enumerate(self._tiles):
+                x = tile.x[max(0, first_row - number * MAX_ROWS) :]
+                if len(x):
+                    yield x
+            return
+        x, most = self._parts.workspace["x"], int(self._parts.workspace["logits"].shape[0])
+        for row in range(first_row, self.rows, most):
+            yield x[row : min(row + most, self.rows)]
 
     @property
     def _captures(self) -> bool:

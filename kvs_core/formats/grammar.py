@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, NoReturn
@@ -24,7 +25,10 @@ from kvs_core.formats.tool_calls import CALL_END, CALL_START, ToolNotation
 
 MAX_GRAMMAR_CHARS = 1 << 20
 
-_JSON = {"whitespace_pattern": r"[ \n\t]{0,40}"}   # without a bound a small model may never leave the white space
+# llama.cpp's: without a bound a small model may never leave the white space.
+_JSON = {"whitespace_pattern": r"( |\n{1,2}[ \t]{0,20})?"}
+
+_SHOWN = re.compile(r"\Aat \d+\(\d+\): |\n +\d+ \| .*", re.DOTALL)   # where in the translation: nobody has seen that
 
 
 class Rule:
@@ -36,9 +40,9 @@ class Rule:
 
     def allowed(self) -> npt.NDArray[np.bool_]:
         """[V] bool: tokens that may follow; end tokens where the grammar may end. SettingsError if it cannot go on."""
-        if self._matcher.is_error():
-            _refuse("the grammar cannot be followed any further", self._matcher.get_error())
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        if self._matcher.is_error():   # a matcher that has failed allows the end, as if the text were complete
+            _refuse("the grammar cannot be followed any further", self._matcher.get_error())
         mask = np.unpackbits(bits, bitorder="little", count=min(8 * bits.size, self._n_vocab)).astype(np.bool_)
         return np.pad(mask, (0, self._n_vocab - mask.size))
 
@@ -175,5 +179,6 @@ def _text(text: str) -> str:
 
 
 def _refuse(what: str, why: str) -> NoReturn:
-    line = " ".join(why.split("<state>")[0].split())
+    own = _SHOWN.sub("", why.split("<state>")[0])
+    line = " ".join(own.removeprefix("failed to compile JSON schema: ").split())
     raise SettingsError(f"{what}: {line[:300]}" if line else what)

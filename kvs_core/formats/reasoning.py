@@ -35,6 +35,11 @@ def is_open(prompt: str, tags: ReasoningTags) -> bool:
     return prompt.rstrip().endswith(tags.start)
 
 
+def open_tags(prompt: str) -> ReasoningTags | None:
+    """The tags whose first one ``prompt`` ends with; None if what follows begins outside of thoughts."""
+    return next((tags for tags in _KNOWN if is_open(prompt, tags)), None)
+
+
 def held_back(text: str, tags: Iterable[str]) -> int:
     """How many characters at the end of ``text`` may be the beginning of one of ``tags``."""
     return max((size for tag in tags for size in range(min(len(tag) - 1, len(text)), 0, -1)

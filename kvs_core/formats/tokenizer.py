@@ -53,6 +53,7 @@ class Tokenizer:
     bos_id, eos_id, eot_id  None if the model has none
     add_bos, add_eos        whether ``encode`` puts them around text
     eog_ids                 every id that ends a generation
+    fim_ids                 ids for filling in the middle, see ``Vocabulary``
     suppress_ids            ids that must never be generated
     """
 
@@ -69,6 +70,7 @@ class Tokenizer:
         self.eos_id = vocabulary.eos_id
         self.eot_id = vocabulary.eot_id
         self.eog_ids = vocabulary.eog_ids
+        self.fim_ids = vocabulary.fim_ids
         self.suppress_ids = vocabulary.suppress_ids
         self.add_bos = add_bos and self.bos_id is not None
         self.add_eos = bool(vocabulary.add_eos) and self.eos_id is not None

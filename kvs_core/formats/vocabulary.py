@@ -62,6 +62,8 @@ class Vocabulary:
     merges         BPE only, the first to apply first; else empty
     eot_id         the end of a turn, by key or by text
     eog_ids        all ids that end a generation
+    fim_ids        ids for filling in the middle, as far as there are: of fim_pre, fim_suf, fim_mid, fim_rep, fim_sep,
+                   fim_pad
     pre, add_bos, add_eos, add_space_prefix   as the file has them, None where it has not
     """
 
@@ -82,6 +84,7 @@ class Vocabulary:
     add_bos: bool | None
     add_eos: bool | None
     add_space_prefix: bool | None
+    fim_ids: Mapping[str, int]
 
     @staticmethod
     def from_metadata(metadata: Mapping[str, Any], *, source: str) -> Vocabulary:
@@ -175,12 +178,13 @@ class _Reader:
         bos, eos, unk = (self.token_id(f"{name}_token_id", len(texts)) for name in ("bos", "eos", "unknown"))
         if model == "llama" and len(texts) > 2:  # SPM's own numbering, which files need not repeat
             unk, bos, eos = (0 if unk is None else unk), (1 if bos is None else bos), (2 if eos is None else eos)
-        eot, eog = self.assign_roles(ids, types, eos)
+        eot, eog, fim = self.assign_roles(ids, types, eos)
         suppressed = self.numbers("suppress_tokens", kinds="iu")
         return Vocabulary(
             self.source, model, texts, types, ids, scores, merges, bos, eos, eot, unk, eog,
             () if suppressed is None else tuple(int(i) for i in suppressed if 0 <= i < len(texts)),
             self.text("pre"), self.flag("add_bos_token"), self.flag("add_eos_token"), self.flag("add_space_prefix"),
+            fim,
         )  # fmt: skip
 
     def types(self, texts: list[str]) -> list[int]:
@@ -217,8 +221,8 @@ class _Reader:
 
     def assign_roles(
         self, ids: dict[str, int], types: list[int], eos: int | None
-    ) -> tuple[int | None, frozenset[int]]:
-        """The end-of-turn id and all ids that end a generation. Corrects ``types`` on the way."""
+    ) -> tuple[int | None, frozenset[int], dict[str, int]]:
+        """The end-of-turn id, all ids that end a generation, and those for infill. Corrects ``types`` on the way."""
 
         def present(*texts: str) -> set[int]:
             return {ids[text] for text in texts if text in ids}
@@ -238,10 +242,13 @@ class _Reader:
         ends = eot | named_or_found(("eom",), _EOM_TEXTS) | present(*_EOG_TEXTS)
         if eos is not None:
             ends.add(eos)
+        fim: dict[str, int] = {}
         for key, (older, texts) in _FIM_TEXTS.items():
-            fim = named_or_found((older, key) if older else (key,), texts)
+            found = named_or_found((older, key) if older else (key,), texts)
+            for token in found:
+                fim[key] = token
             if key in ("fim_pad", "fim_rep", "fim_sep"):
-                ends |= fim
+                ends |= found
         for i in present(*_EOG_TEXTS):
             types[i] = TokenType.CONTROL
         for i in present(*_ALWAYS_SHOWN):
@@ -256,4 +263,4 @@ class _Reader:
             for i in ends & present("</s>"):
                 types[i] = TokenType.NORMAL
                 ends.discard(i)
-        return next(iter(eot), None), frozenset(ends)
+        return next(iter(eot), None), frozenset(ends), fim

@@ -9,12 +9,13 @@ and the projection back.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from kvs_core.device.base import AttentionParams, Buffer, GdnWeights, Ops, Weight
+from kvs_core.device.base import AttentionParams, AttentionRows, Buffer, GdnWeights, Ops, Turn, Weight
 from kvs_core.device.workspace import BufferSpec, Workspace
 from kvs_core.memory.phases import Phase
 from kvs_core.models.spec import LayerSpec
@@ -46,12 +47,15 @@ class Batch:
 class LayerView(Protocol):
     """What a model sees of one attention layer's keys and values."""
 
-    def attend(self, y: Buffer, params: AttentionParams, q: Buffer, out: Buffer) -> None:
+    def attend(self, rows: AttentionRows, params: AttentionParams) -> None:
         """Append the step's rows; out = causal softmax(q k) v over all positions up to each row's own, gated.
 
-        y [T, params.columns] projected; q: memory for queries, see ``Ops.write_kv``; out [T, H * Dv]. Query head h
-        reads KV head h // (H / G).
+        Query head h reads KV head h // (H / G).
         """
+        ...
+
+    def attend_tiles(self, tiles: Sequence[AttentionRows], params: AttentionParams, turn: Turn) -> None:
+        """The same for a step in tiles: pages are read once for all of them."""
         ...
 
 
@@ -154,11 +158,28 @@ class Attention:
 
     def add_to(self, step: Step) -> None:
         """x += out(attention(q, k, v) [* sigmoid(gate)]), all of rms(x, norm)"""
-        y = step.project(self.norm, self.qkv, "qkv")
-        attended = step.rows("attended")
+        rows = self._rows(step)
+        step.kv.layer(self._kv_index).attend(rows, self.params)
+        step.add(rows.out, self.out)
+
+    def add_to_tiles(self, tiles: Sequence[Step], turn: Turn) -> None:
+        """The same in every tile of a step."""
+        parts = []
+        for number, tile in enumerate(tiles):
+            turn(number)
+            parts.append(self._rows(tile))
+        tiles[0].kv.layer(self._kv_index).attend_tiles(parts, self.params, turn)
+        for number, (tile, rows) in enumerate(zip(tiles, parts, strict=True)):
+            turn(number)
+            tile.add(rows.out, self.out)
+
+    @property
+    def _kv_index(self) -> int:
         assert self.layer.kv_index is not None
-        step.kv.layer(self.layer.kv_index).attend(y, self.params, step.ws["q"], attended)
-        step.add(attended, self.out)
+        return self.layer.kv_index
+
+    def _rows(self, step: Step) -> AttentionRows:
+        return AttentionRows(step.project(self.norm, self.qkv, "qkv"), step.ws["q"], step.rows("attended"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvs_core.device.base import AttentionParams, Buffer, Device, GdnShape, StepSizes, Weight
+from kvs_core.device.base import AttentionParams, Buffer, Device, GdnShape, StepSizes, Turn, Weight
 from kvs_core.device.workspace import BufferSpec, Workspace
 from kvs_core.memory.phases import Phase
 from kvs_core.models.blocks import (
@@ -68,6 +68,11 @@ class Layer:
     mixer: Attention | DeltaNet
     feed_forward: FeedForward
 
+    def add_to(self, step: Step) -> None:
+        """Both parts."""
+        self.mixer.add_to(step)
+        self.feed_forward.add_to(step)
+
 
 class Model:
     """The forward pass of any arch, from its parts."""
@@ -117,10 +122,42 @@ class Model:
             nextn.begin(step)
         self._ops.embed(self._embedding, step.x)
         for layer in self._layers:
-            layer.mixer.add_to(step)
-            layer.feed_forward.add_to(step)
+            layer.add_to(step)
         if nextn is not None:
             nextn.follow(step, self._output_norm)
+
+    def tile(self, batch: Batch, kv: KvView, state: LayerStates, ws: Workspace) -> Step:
+        """One tile of a step for ``forward_tiles``."""
+        return Step(self._ops, batch, kv, state, ws, self.spec.rms_eps)
+
+    def forward_tiles(self, tiles: Sequence[Step], turn: Turn) -> None:
+        """``forward`` of a decode step in tiles: rows that follow each other, each tile with a workspace of its own.
+
+        In each layer every tile runs, so that the history is read once. The device has been told the tiles' inputs.
+        """
+        def each(work: Callable[[Step], None]) -> None:
+            for number, tile in enumerate(tiles):
+                turn(number)
+                work(tile)
+
+        if self.nextn is not None:
+            turn(0)
+            self.nextn.begin_tiles(tiles[0])
+        each(lambda tile: self._ops.embed(self._embedding, tile.x))
+        for layer in self._layers:
+            if isinstance(layer.mixer, Attention):
+                layer.mixer.add_to_tiles(tiles, turn)
+                each(layer.feed_forward.add_to)
+            else:
+                each(layer.add_to)
+        if self.nextn is not None:
+            self.nextn.follow_tiles(tiles, self._output_norm, turn)
+
+    def keep_tiles(self, tiles: Sequence[Step], keep: int) -> None:
+        """Of the last ``forward_tiles`` the first ``keep`` rows count: what the MTP block needs of them is kept."""
+        if self.nextn is not None and keep > 0:
+            number, row = divmod(keep - 1, tiles[0].batch.rows)
+            self.nextn.keep(tiles[number], row, self._output_norm)
 
     def draft_next(self, batch: Batch, kv: KvView, ws: Workspace) -> Buffer:
         """One row of the MTP block alone: logits [1, V] of the token behind it."""
@@ -129,10 +166,9 @@ class Model:
         self.nextn.draft(Step(self._ops, batch, kv, None, ws, self.spec.rms_eps), out)
         return out
 
-    def logits(self, rows: range, ws: Workspace) -> Buffer:
-        """[n, V] of some rows of the last ``forward``: always as in decode, so that a row's bits do not depend on
-        the others."""
-        out = ws.rows("logits", len(rows))
-        x = ws["x"][rows.start : rows.stop]
+    def logits(self, x: Buffer, ws: Workspace) -> Buffer:
+        """[n, V] of some residual rows of the last ``forward``: always as in decode, so that a row's bits do not depend
+        on the others."""
+        out = ws.rows("logits", len(x))
         self._ops.project(x, self._output_norm, self._head, out, eps=self.spec.rms_eps, phase=Phase.DECODE)
         return out

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvs_core.device.base import Buffer, Weight
+from kvs_core.device.base import Buffer, Turn, Weight
 from kvs_core.device.workspace import BufferSpec
 from kvs_core.memory.phases import Phase
 from kvs_core.models.blocks import ACTIVATION, Attention, FeedForward, Step
@@ -65,6 +65,30 @@ class NextN:
         if step.batch.phase is Phase.PREFILL:
             step.ops.rms_norm(step.x[-1:], output_norm, self.hidden[:1], eps=step.eps)   # again: it stays
 
+    def begin_tiles(self, first: Step) -> None:
+        """``begin`` of a step in tiles, whose hidden rows lie with them: the table keeps the row before the step."""
+        first.ops.take_kept(self.hidden, first.ws["nextn_hidden"][:1])
+        first.ops.take_kept(self.hidden, self.hidden[:1])
+
+    def follow_tiles(self, tiles: Sequence[Step], output_norm: Buffer, turn: Turn) -> None:
+        """``follow`` of a step in tiles."""
+        blocks = []
+        for number, tile in enumerate(tiles):
+            turn(number)
+            hidden = tile.ws["nextn_hidden"][: tile.batch.rows + 1]
+            if number > 0:
+                tile.ops.rms_norm(tiles[number - 1].x[-1:], output_norm, hidden[:1], eps=tile.eps)
+            tile.ops.rms_norm(tile.x, output_norm, hidden[1:], eps=tile.eps)
+            blocks.append(self._join(tile, hidden[:-1]))
+        self.attention.add_to_tiles(blocks, turn)
+        for number, block in enumerate(blocks):
+            turn(number)
+            self.feed_forward.add_to(block)
+
+    def keep(self, tile: Step, row: int, output_norm: Buffer) -> None:
+        """That row of a step in tiles is the last that counts."""
+        tile.ops.rms_norm(tile.x[row : row + 1], output_norm, self.hidden[:1], eps=tile.eps)
+
     def draft(self, step: Step, out: Buffer) -> None:
         """One row alone; logits [1, V] of the token behind it. ``StepInputs.kept`` names its hidden row."""
         hidden = step.ws["nextn_hidden"][:1]
@@ -80,6 +104,12 @@ class NextN:
         return self.hidden[:rows] if step.batch.phase is Phase.DECODE else step.ws["nextn_hidden"][:rows]
 
     def _run(self, trunk: Step, hidden: Buffer) -> None:
+        step = self._join(trunk, hidden)
+        self.attention.add_to(step)
+        self.feed_forward.add_to(step)
+
+    def _join(self, trunk: Step, hidden: Buffer) -> Step:
+        """The block's own step over the trunk's rows, its residual rows made of tokens and hidden rows."""
         step = Step(trunk.ops, trunk.batch, trunk.kv, None, trunk.ws, trunk.eps, "nextn_x")
         embedded, joined = step.rows("nextn_embedded"), step.rows("nextn_joined")
         width = embedded.shape[1]
@@ -88,5 +118,4 @@ class NextN:
         step.ops.rms_norm(hidden, self.hidden_norm, joined[:, width:], eps=step.eps)
         step.ops.clear(step.x)
         step.add(joined, self.join)
-        self.attention.add_to(step)
-        self.feed_forward.add_to(step)
+        return step

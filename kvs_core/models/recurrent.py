@@ -10,6 +10,8 @@ in rings by position: a row that was taken back is overwritten by the next one a
                 settle(keep), all layers run ─> idle, rows [0, keep) pending
                 drop ─> idle, nothing kept of this step; if some layers ran, and so have applied what was pending, the
                         others do that now: what is pending is one number for all layers
+    tiled       as stepping, but of many rows, whose rings are lent; nothing is pending before or behind it:
+                settle(keep) applies the rows that count ─> idle; drop ─> idle, nothing has changed
     prefilling  run_layer, each layer once, stores its state at once
                 settle(all rows), all layers run ─> idle
                 drop ─> idle if no layer ran, else broken: the layers stand at different positions
@@ -36,6 +38,7 @@ from kvs_core.models.spec import ModelSpec
 class _Mode(Enum):
     IDLE = "idle"
     STEPPING = "stepping"
+    TILED = "tiled"
     PREFILLING = "prefilling"
     BROKEN = "broken"
 
@@ -107,6 +110,7 @@ class RecurrentState:
         self._waiting: set[int] = set()                       # layers that have not run in it
         self._position = 0                                    # rows that count
         self._pending = 0                                     # the last of them, not applied yet
+        self._lent: dict[int, GdnState] = {}                  # of a step in tiles
 
     @property
     def pending(self) -> int:
@@ -126,6 +130,27 @@ class RecurrentState:
         self._mode = _Mode.STEPPING if phase is Phase.DECODE else _Mode.PREFILLING
         self._rows = rows
         self._waiting = set(self._shapes)
+
+    def begin_tiles(self, rows: int, position: int, rings: Mapping[int, Mapping[str, Buffer]]) -> None:
+        """Start a decode step of many rows, which run in tiles (``tile``); nothing may be pending.
+
+        rings  per recurrent layer the arrays of ``lent_rings``, lent until ``settle`` or ``drop``
+        """
+        self._check_whole()
+        assert self._mode is _Mode.IDLE, f"begin while {self._mode.value}"
+        assert position == self._position, f"a step at position {position} on a state at {self._position}"
+        assert self._pending == 0, "a step in tiles with pending rows: flush first"
+        self._lent = {
+            index: GdnState(state=state.state, **rings[index]) for index, state in self._states.items()
+        }
+        for index, lent in self._lent.items():
+            self._copy_inputs(index, self._states[index].ring_x, lent.ring_x, position)
+        self._mode, self._rows = _Mode.TILED, rows
+
+    def tile(self, first_row: int) -> DraftStates:
+        """The states as a tile of the step in progress sees them."""
+        assert self._mode is _Mode.TILED, f"a tile while {self._mode.value}"
+        return DraftStates(self._ops, self._shapes, self._lent, self._position + first_row, first_row)
 
     def run_layer(self, index: int, y: Buffer, weights: GdnWeights, out: Buffer) -> None:
         """Mix the step's rows in layer ``index``: ``Ops.gdn_decode`` or ``Ops.gdn_prefill`` with this layer's state."""
@@ -154,6 +179,9 @@ class RecurrentState:
     def settle(self, keep: int) -> None:
         """End the step: its rows [0, keep) count, the others never were. A prefill keeps all of its rows."""
         self._check_whole()
+        if self._mode is _Mode.TILED:
+            self._settle_tiles(keep)
+            return
         assert self._mode in (_Mode.STEPPING, _Mode.PREFILLING), f"settle while {self._mode.value}"
         assert not self._waiting, f"settle before layers {sorted(self._waiting)} ran"
         if self._mode is _Mode.STEPPING:
@@ -174,6 +202,8 @@ class RecurrentState:
             if not untouched:
                 with suppress(Exception):
                     self._apply_pending(self._waiting)
+        elif self._mode is _Mode.TILED:
+            self._mode, self._lent = _Mode.IDLE, {}
 
     def flush(self) -> None:
         """Apply all pending rows now: before a prefill, a save or a hand-over."""
@@ -207,11 +237,29 @@ class RecurrentState:
 
     def reset(self) -> None:
         """Back to position 0, from any mode."""
+        self._mode = _Mode.BROKEN   # and so it stays if the operation fails
         for state in self._states.values():
             self._ops.clear(state.state)
             self._ops.clear(state.ring_x)  # the convolution of the first rows reads zeros before them
         self._position = self._pending = 0
         self._mode = _Mode.IDLE
+
+    def _settle_tiles(self, keep: int) -> None:
+        assert 0 <= keep <= self._rows, f"{keep} of {self._rows} rows kept"
+        self._mode = _Mode.BROKEN  # and so it stays if an operation fails
+        position = self._position + keep
+        if keep > 0:
+            for index, lent in self._lent.items():
+                self._ops.gdn_apply(self._shapes[index], lent, position=position, pending=keep)
+                self._copy_inputs(index, lent.ring_x, self._states[index].ring_x, position)
+        self._position, self._lent = position, {}
+        self._mode = _Mode.IDLE
+
+    def _copy_inputs(self, index: int, source: Buffer, target: Buffer, position: int) -> None:
+        """What the convolution of the row at ``position`` reads of those before it, from ring to ring."""
+        for before in range(position - self._shapes[index].conv_taps + 1, position):
+            row, place = source[before % len(source)], target[before % len(target)]
+            self._device.enqueue_copy(place.view(np.uint8), row.view(np.uint8), self._device.compute)
 
     def _apply_pending(self, layers: Iterable[int]) -> None:
         """Apply what is pending in ``layers``; the others have."""
@@ -233,7 +281,10 @@ class RecurrentState:
 
 def _shapes(gdn: GdnShape, max_rows: int) -> dict[str, tuple[int, ...]]:
     """The arrays of a layer's ``GdnState``."""
-    slots = gdn.ring_rows(max_rows)
+    return _arrays(gdn, gdn.ring_rows(max_rows))
+
+
+def _arrays(gdn: GdnShape, slots: int) -> dict[str, tuple[int, ...]]:
     return {
         "state": (gdn.v_heads, gdn.d_k, gdn.d_v),
         "ring_x": (slots, gdn.conv_channels),
@@ -241,6 +292,12 @@ def _shapes(gdn: GdnShape, max_rows: int) -> dict[str, tuple[int, ...]]:
         "ring_decay": (slots, gdn.v_heads),
         "ring_d": (slots, gdn.v_heads, gdn.d_v),
     }
+
+
+def lent_rings(gdn: GdnShape, rows: int) -> dict[str, tuple[int, ...]]:
+    """Shapes, in float32, of the rings that a layer needs for a step in tiles of that many rows."""
+    slots = 1 << (rows + gdn.conv_taps - 2).bit_length()
+    return {name: shape for name, shape in _arrays(gdn, slots).items() if name != "state"}
 
 
 def _allocate(gdn: GdnShape, device: Device, max_rows: int) -> GdnState:

@@ -1,8 +1,9 @@
-"""How a layer's history is cut into slabs: small ones first, so that a large context costs nothing until it is used.
+"""How a layer's history is cut into slabs: smaller ones first, so that a large context costs little until it is used.
 
-    slab 0: 4 pages   slab 1: 8   slab 2: 16   slab 3: 32   slab 4 and on: 64 each
+    slab 0: 16 pages   slab 1: 48   slab 2 and on: 64 each
 
-Slabs hold whole groups. A run never crosses a slab's end, since one copy needs one contiguous source.
+Slabs hold whole groups. A run never crosses a slab's end, since one copy needs one contiguous source; the oldest pages
+are streamed first, so a history that began with many small slabs would pay for them with copies in every step.
 """
 
 from __future__ import annotations
@@ -11,9 +12,8 @@ from dataclasses import dataclass
 
 from kvs_core.paging.geometry import GROUP_PAGES
 
-_DOUBLINGS = 4
-_LARGEST = GROUP_PAGES << _DOUBLINGS
-_DOUBLED = GROUP_PAGES * ((1 << _DOUBLINGS) - 1)   # pages in the slabs that are smaller than the largest
+_FIRST = 4 * GROUP_PAGES
+_FULL = 16 * GROUP_PAGES
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +32,13 @@ class Slab:
 
 def slab(index: int) -> Slab:
     """The slab of that number."""
-    if index < _DOUBLINGS:
-        return Slab(index, GROUP_PAGES * ((1 << index) - 1), GROUP_PAGES << index)
-    return Slab(index, _DOUBLED + (index - _DOUBLINGS) * _LARGEST, _LARGEST)
+    if index == 0:
+        return Slab(0, 0, _FIRST)
+    if index == 1:
+        return Slab(1, _FIRST, _FULL - _FIRST)
+    return Slab(index, (index - 1) * _FULL, _FULL)
 
 
 def slab_of(page: int) -> Slab:
     """The slab that holds ``page``."""
-    if page >= _DOUBLED:
-        return slab(_DOUBLINGS + (page - _DOUBLED) // _LARGEST)
-    return slab((page // GROUP_PAGES + 1).bit_length() - 1)
+    return slab(0) if page < _FIRST else slab(page // _FULL + 1)

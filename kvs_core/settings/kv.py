@@ -16,9 +16,11 @@ _kv = partial(Setting, group=Group.KV)
 _NO_WINDOW = "window mode is not in this version; use --kv-residency-mode adaptive"
 
 SETTINGS = (
-    _kv("arena_mib", ("--kv-stream-arena-mib", "--shared-device-memory-mib"), integer(1, _MIB),
+    _kv("arena_mib", ("--kv-stream-arena-mib", "--shared-device-memory-mib"),
+        integer(1, _MIB, words=("auto",)),
         "Device memory for KV pages and all workspaces, to the byte; weights are outside it. What does not fit is "
-        "streamed from host RAM, with the same text. Unset: chosen from free memory.",
+        "streamed from host RAM, with the same text. auto: all that is free once the weights are loaded, but for "
+        "--fit-target; unset: a fair part of what is free. Neither takes more than the whole context needs.",
         unit="MiB", env="LLAMA_ARG_SHARED_DEVICE_MEMORY_MIB"),
     _kv("pool_mib", ("--kv-stream-pool-mib",), integer(0, _MIB),
         "Instead of an arena: memory for KV pages alone, with the workspaces outside it. 0: use the arena.",

@@ -1,10 +1,11 @@
 """What the rooms receive: frozen values, checked once at birth, built from the table's values by ``typed.py``.
 
-    RunSettings, InfoSettings
+    RunSettings, InfoSettings, PlanSettings
     ├── engine: EngineSettings   model · context · kv · rope · device · speculative (drafters.py): all that the engine
     │                            is built from
     ├── sampling                 explicit sampling values only, under llama-server's API names
     ├── prompt, chat             what to continue, and how it is wrapped
+    ├── constraint               what the text has to follow
     └── output, logging          what is printed, and where
 
 Sizes are tokens or pages; MiB where the name says so, as in the flags.
@@ -129,7 +130,8 @@ class ContextSettings:
 class KvSettings:
     """How keys and values are stored and moved.
 
-    arena_mib   the arena: KV pages plus the phases' workspaces; None: the engine chooses
+    arena_mib   the arena: KV pages plus the phases' workspaces; None: the engine chooses, a fair part of free memory;
+                auto: the engine takes all that is free once the weights are loaded, but for ``fit_target_mib``
     pool_mib    instead of an arena: KV pages alone, workspace outside; never together with ``arena_mib``
     ring_slots  pages of the ring, run_pages pages moved by one copy; 0: the engine chooses
     rotation    quantised K and V are stored rotated by a Hadamard transform
@@ -140,13 +142,14 @@ class KvSettings:
     type_k: str = "f16"
     type_v: str = "f16"
     page_tokens: int = 256
-    arena_mib: int | None = None
+    arena_mib: int | Literal["auto"] | None = None
     pool_mib: int | None = None
     residency_mode: ResidencyMode = "adaptive"
     ring_slots: int = 0
     run_pages: int = 0
     rotation: bool = True
     fit: bool = True
+    fit_target_mib: int = 1024
     auxiliary_layers: int | None = None
 
     def __post_init__(self) -> None:
@@ -158,7 +161,7 @@ class KvSettings:
         if self.arena_mib is not None and self.pool_mib is not None:
             raise SettingsError("--kv-stream-arena-mib and --kv-stream-pool-mib exclude each other; give one of them")
         for flag, size in (("--kv-stream-arena-mib", self.arena_mib), ("--kv-stream-pool-mib", self.pool_mib)):
-            if size is not None and size < 1:
+            if isinstance(size, int) and size < 1:
                 raise SettingsError(f"{flag} is {size}; give at least 1 MiB")
         for flag, pages in (("--kv-stream-ring-slots", self.ring_slots), ("--kv-stream-run-pages", self.run_pages)):
             if pages < 0:
@@ -272,6 +275,23 @@ class ChatSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class ConstraintSettings:
+    """What the text has to follow, at most one of: a grammar in GBNF or a JSON schema, here or in a file."""
+
+    grammar: str | None = None
+    grammar_file: Path | None = None
+    schema: Mapping[str, object] | None = None
+    schema_file: Path | None = None
+
+    def __post_init__(self) -> None:
+        given = {"--grammar": self.grammar, "--grammar-file": self.grammar_file, "--json-schema": self.schema,
+                 "--json-schema-file": self.schema_file}
+        named = [flag for flag, value in given.items() if value is not None]
+        if len(named) > 1:
+            raise SettingsError(f"{' and '.join(named)} each constrain the text; give one of them")
+
+
+@dataclass(frozen=True, slots=True)
 class OutputSettings:
     """What ``run`` prints. stop: strings that end the text; special: print special tokens; n_probs: top
     log-probabilities per token in the JSON result."""
@@ -305,6 +325,7 @@ class RunSettings:
     sampling: Mapping[str, object]
     chat: ChatSettings = field(default_factory=ChatSettings)
     output: OutputSettings = OutputSettings()
+    constraint: ConstraintSettings = ConstraintSettings()
     logging: LoggingSettings = LoggingSettings()
     session: Path | None = None
 
@@ -315,4 +336,14 @@ class InfoSettings:
 
     engine: EngineSettings
     json: bool = False
+    logging: LoggingSettings = LoggingSettings()
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSettings:
+    """One ``kvs plan``. json: print one JSON object instead of tables; plot: draw the forecast into this file too."""
+
+    engine: EngineSettings
+    json: bool = False
+    plot: Path | None = None
     logging: LoggingSettings = LoggingSettings()

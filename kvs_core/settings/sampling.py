@@ -10,7 +10,7 @@ import math
 from functools import partial
 
 from kvs_core.settings.kinds import (
-    ANY,
+    JSON_OBJECT,
     PATH,
     SWITCH,
     TEXT,
@@ -27,9 +27,9 @@ from kvs_core.settings.setting import Group, Rule, Setting
 _I32 = (1 << 31) - 1
 
 _sampling = partial(Setting, group=Group.SAMPLING, commands=("run", "serve"))
-_constraint = partial(Setting, group=Group.CONSTRAINTS, commands=("run", "serve"),
-                      refuse=(Rule("constrained output is not in this version; describe the wanted form in the "
-                              "prompt"),))
+_constraint = partial(Setting, group=Group.CONSTRAINTS, commands=("run", "serve"))
+
+_GBNF = Kind("GBNF", ('root ::= "yes" | "no"',), clean_text)
 
 
 def _as_logit_bias(text: str) -> tuple[int, float]:
@@ -148,12 +148,12 @@ SETTINGS = (
         "Sample on the GPU.",
         default=False, relevance="accept", env="LLAMA_ARG_BACKEND_SAMPLING",
         note=(Rule("the engine chooses where to sample, with the same text"),)),
-    _constraint("grammar", ("--grammar",), ANY,
-        "Constrain the text by a grammar."),
+    _constraint("grammar", ("--grammar",), _GBNF,
+        "Grammar that the text has to follow, in GBNF; for serve: of requests that bring no rule of their own."),
     _constraint("grammar_file", ("--grammar-file",), PATH,
-        "Constrain the text by a grammar in a file."),
-    _constraint("json_schema", ("-j", "--json-schema"), ANY,
-        "Constrain the text to JSON of a schema."),
+        "The same, in a file."),
+    _constraint("json_schema", ("-j", "--json-schema"), JSON_OBJECT,
+        "JSON schema that the text has to follow, {}: any object; for serve: as with --grammar."),
     _constraint("json_schema_file", ("-jf", "--json-schema-file"), PATH,
-        "Constrain the text to JSON of a schema in a file."),
+        "The same, in a file."),
 )

@@ -13,7 +13,7 @@ _cache = partial(Setting, group=Group.CACHE, commands=("serve",))
 _I32 = (1 << 31) - 1
 _ONE_SLOT = Rule("there is one slot")
 _NO_SHIFT = Rule("streamed pages cannot be shifted; a common prefix is reused all the same")
-_NO_PAGE = Rule("there is no page in this version")
+_PAGE_SETTINGS = Rule("the page keeps its settings in the browser")
 _LIST = separated(",", "A, B, ...", "GET, POST")
 
 
@@ -62,14 +62,13 @@ SETTINGS = (
         refuse=(Rule("kvs serves its API alone; use another program for files"),)),
     _server("ui", ("--ui", "--webui"), SWITCH,
         "Serve the page at /.",
-        default=True, env="LLAMA_ARG_UI", off=("--no-ui", "--no-webui"),
-        note=(Rule(_NO_PAGE.text, only=(True,)),)),
+        default=True, env="LLAMA_ARG_UI", off=("--no-ui", "--no-webui")),
     _server("ui_config", ("--ui-config", "--webui-config"), TEXT,
         "Settings of the page, as JSON.",
-        relevance="accept", env="LLAMA_ARG_UI_CONFIG", note=(_NO_PAGE,)),
+        relevance="accept", env="LLAMA_ARG_UI_CONFIG", note=(_PAGE_SETTINGS,)),
     _server("ui_config_file", ("--ui-config-file", "--webui-config-file"), PATH,
         "Settings of the page, in a file.",
-        relevance="accept", env="LLAMA_ARG_UI_CONFIG_FILE", note=(_NO_PAGE,)),
+        relevance="accept", env="LLAMA_ARG_UI_CONFIG_FILE", note=(_PAGE_SETTINGS,)),
     _server("cors_origins", ("--cors-origins",), _LIST,
         "Origins allowed to call; localhost: local ones.",
         default=("*",), env="LLAMA_ARG_CORS_ORIGINS"),
@@ -109,8 +108,8 @@ SETTINGS = (
         "Free the model after this many idle seconds; -1: never.",
         default=-1, unit="s", relevance="accept", note=(Rule("the model stays loaded"),)),
     _server("spm_infill", ("--spm-infill",), SWITCH,
-        "Suffix before prefix in /infill.",
-        default=False, relevance="accept", note=(Rule("kvs has no /infill"),)),
+        "Put the suffix before the prefix in /infill, as some models want it.",
+        default=False),
     _server("cont_batching", ("-cb", "--cont-batching"), SWITCH,
         "Batch requests together.",
         default=True, relevance="accept", env="LLAMA_ARG_CONT_BATCHING", off=("-nocb", "--no-cont-batching"),
@@ -119,7 +118,7 @@ SETTINGS = (
         "Reuse the prefix that a prompt shares with the one before.",
         default=True, env="LLAMA_ARG_CACHE_PROMPT", off=("--no-cache-prompt",)),
     _cache("cache_ram", ("-cram", "--cache-ram"), integer(-1, _I32),
-        "Host RAM for checkpoints of recurrent state; -1 or 0: as many as --ctx-checkpoints says.",
+        "Host RAM for conversations that are set aside; -1: no limit, 0: none are. Checkpoints of one have as much.",
         default=8192, unit="MiB", env="LLAMA_ARG_CACHE_RAM"),
     _cache("ctx_checkpoints", ("-ctxcp", "--ctx-checkpoints", "--swa-checkpoints"), integer(0, _I32),
         "Checkpoints of recurrent state kept per conversation, to go back to.",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from kvs_core.errors import SettingsError
-from kvs_core.settings.rooms import ChatSettings, EngineSettings, LoggingSettings
+from kvs_core.settings.rooms import ChatSettings, ConstraintSettings, EngineSettings, LoggingSettings
 
 ReasoningFormat = Literal["none", "auto", "deepseek", "deepseek-legacy"]
 
@@ -76,7 +76,8 @@ class ReplySettings:
 @dataclass(frozen=True, slots=True)
 class CacheSettings:
     """What stays between requests. reuse: a prompt's known beginning is not read again; checkpoints: most of them, at
-    least checkpoint_tokens apart; ram_mib: for those, -1 or 0: no limit; folder: of saved slots."""
+    least checkpoint_tokens apart; ram_mib: for conversations that are set aside, -1: no limit, 0: none, and for the
+    checkpoints of the one in hand, 0 too: no limit; folder: of saved slots."""
 
     reuse: bool = True
     ram_mib: int = 8192
@@ -88,7 +89,8 @@ class CacheSettings:
 @dataclass(frozen=True, slots=True)
 class ServeSettings:
     """One ``kvs serve``. aliases: names of the model, the first in the alphabet being its id; metrics, props, slots:
-    whether GET /metrics, POST /props and GET /slots answer."""
+    whether GET /metrics, POST /props and GET /slots answer; page: whether there is one at /; constraint: for requests
+    that bring none."""
 
     engine: EngineSettings
     sampling: Mapping[str, object]
@@ -97,9 +99,12 @@ class ServeSettings:
     access: AccessSettings = AccessSettings()
     replies: ReplySettings = ReplySettings()
     cache: CacheSettings = CacheSettings()
+    constraint: ConstraintSettings = field(default_factory=ConstraintSettings)
     logging: LoggingSettings = field(default_factory=LoggingSettings)
     aliases: tuple[str, ...] = ()
     tags: tuple[str, ...] = ()
     metrics: bool = False
     props: bool = False
     slots: bool = True
+    spm_infill: bool = False
+    page: bool = True

@@ -8,10 +8,10 @@ from typing import Literal
 
 from kvs_core.settings.kinds import Kind
 
-Command = Literal["run", "info", "serve"]
+Command = Literal["run", "info", "plan", "serve"]
 Relevance = Literal["core", "accept", "reject"]
 
-COMMANDS: tuple[Command, ...] = ("run", "info", "serve")
+COMMANDS: tuple[Command, ...] = ("run", "info", "plan", "serve")
 _LLAMA_ARG = "LLAMA_ARG_"
 
 

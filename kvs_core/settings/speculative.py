@@ -23,7 +23,7 @@ from kvs_core.settings.kinds import (
 from kvs_core.settings.rooms import KV_TYPES
 from kvs_core.settings.setting import Group, Rule, Setting
 
-_spec = partial(Setting, group=Group.SPECULATIVE, commands=("run", "serve"))
+_spec = partial(Setting, group=Group.SPECULATIVE, commands=("run", "plan", "serve"))
 _draft_cpu = partial(Setting, group=Group.SPECULATIVE, relevance="accept", commands=("run", "serve"),
                      note=(Rule("drafting uses no threads of its own"),))
 _plain = partial(Setting, group=Group.SPECULATIVE, relevance="accept", commands=("run", "serve"))

@@ -21,6 +21,7 @@ from kvs_core.settings.rooms import (
     SYNTHETIC_PREFIX,
     VERBOSITY_ALL,
     ChatSettings,
+    ConstraintSettings,
     ContextSettings,
     DeviceSettings,
     EngineSettings,
@@ -30,6 +31,7 @@ from kvs_core.settings.rooms import (
     LoggingSettings,
     ModelSettings,
     OutputSettings,
+    PlanSettings,
     PromptSettings,
     RopeSettings,
     RunSettings,
@@ -53,6 +55,7 @@ def run_settings(values: Values, explicit: Collection[str], positionals: Sequenc
         output=OutputSettings(
             json=values["json"], n_probs=values["n_probs"], special=values["special"], stop=_stops(values)
         ),
+        constraint=_constraint(values),
         logging=logging_settings(values),
         session=values["session"],
     )
@@ -60,11 +63,23 @@ def run_settings(values: Values, explicit: Collection[str], positionals: Sequenc
 
 def info_settings(values: Values, positionals: Sequence[str]) -> InfoSettings:
     """Settings of ``kvs info``; ``positionals`` may be the model instead of ``--model``. Raises SettingsError."""
+    values = _with_model(values, positionals)
+    return InfoSettings(engine=engine_settings(values), json=values["json"], logging=logging_settings(values))
+
+
+def plan_settings(values: Values, positionals: Sequence[str]) -> PlanSettings:
+    """Settings of ``kvs plan``; ``positionals`` as of ``kvs info``. Raises SettingsError."""
+    values = _with_model(values, positionals)
+    return PlanSettings(
+        engine=engine_settings(values), json=values["json"], plot=values["plot"], logging=logging_settings(values)
+    )
+
+
+def _with_model(values: Values, positionals: Sequence[str]) -> Values:
+    """The values, with the model that stands in the command line without a flag."""
     if positionals and values["model"] is not None:
         raise SettingsError(f"{positionals[0]} and --model {values['model']} are both models; give one of them")
-    if positionals:
-        values = {**values, "model": _path(positionals[0], "MODEL")}
-    return InfoSettings(engine=engine_settings(values), json=values["json"], logging=logging_settings(values))
+    return {**values, "model": _path(positionals[0], "MODEL")} if positionals else values
 
 
 def serve_settings(values: Values, explicit: Collection[str], positionals: Sequence[str]) -> ServeSettings:
@@ -96,12 +111,15 @@ def serve_settings(values: Values, explicit: Collection[str], positionals: Seque
             reuse=values["cache_prompt"], ram_mib=values["cache_ram"], checkpoints=values["ctx_checkpoints"],
             checkpoint_tokens=values["checkpoint_min_step"], folder=values["slot_save_path"],
         ),
+        constraint=_constraint(values),
         logging=logging_settings(values),
         aliases=values["alias"],
         tags=values["tags"],
         metrics=values["metrics"],
         props=values["props"],
         slots=values["slots"],
+        spm_infill=values["spm_infill"],
+        page=values["ui"],
     )
 
 
@@ -128,6 +146,7 @@ def engine_settings(values: Values) -> EngineSettings:
             run_pages=values["run_pages"],
             rotation=values["rotation"],
             fit=values["fit"],
+            fit_target_mib=int(values["fit_target"].partition(",")[0]),
             auxiliary_layers=values["auxiliary_layers"],
         ),
         rope=_rope(values),
@@ -249,6 +268,12 @@ def _chat(values: Values) -> ChatSettings:
         template=values["chat_template"],
         template_file=values["chat_template_file"],
         variables=variables,
+    )
+
+
+def _constraint(values: Values) -> ConstraintSettings:
+    return ConstraintSettings(
+        values["grammar"], values["grammar_file"], values["json_schema"], values["json_schema_file"]
     )
 
 

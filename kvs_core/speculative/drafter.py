@@ -138,29 +138,43 @@ class DrafterMix:
             drafter.begin(text)
             self._stats[drafter.name].begin_calls += 1
 
-    def propose(self, history: Sequence[int], limit: int, *, skip: Collection[str] = ()) -> Draft:
+    def propose(
+        self, history: Sequence[int], limit: int, *, skip: Collection[str] = (), limits: Mapping[str, int] | None = None
+    ) -> Draft:
         """The first draft that is not empty, or none.
 
         history  every token since ``begin``'s prompt, which it starts with; the last is sampled, not run
         limit    tokens that can be used, see ``draft_limit``; nobody is asked when it is not positive
         skip     types that are not asked this time
+        limits   of single types, where they are smaller; with 0 a type is not asked
         """
         self._draft = NO_DRAFT
         if limit <= 0:
             return NO_DRAFT
         text = self._text.follow(history)
         for drafter in self._drafters:
-            if drafter.name in skip:
+            most = limit if limits is None else min(limit, limits.get(drafter.name, limit))
+            if drafter.name in skip or most <= 0:
                 continue
             stats = self._stats[drafter.name]
             stats.draft_calls += 1
-            draft = drafter.propose(text, limit).head(limit)
+            draft = drafter.propose(text, most).head(most)
             if draft.tokens:
                 stats.drafts += 1
                 stats.drafted_tokens += len(draft)
                 self._draft = draft
                 return draft
         return NO_DRAFT
+
+    def shorten(self, tokens: int) -> Draft:
+        """Only so many tokens of the last ``propose``'s draft will be verified."""
+        draft = self._draft
+        self._draft = draft.head(tokens) if tokens > 0 else NO_DRAFT
+        if draft.tokens:
+            stats = self._stats[draft.source]
+            stats.drafted_tokens -= len(draft) - len(self._draft)
+            stats.drafts -= not self._draft.tokens
+        return self._draft
 
     def accept(self, verdict: Verdict) -> None:
         """What came of the round of the last ``propose``."""

@@ -111,7 +111,7 @@ class _Offer:
 
 
 class Payback:
-    """Legal moves: ``choose``, then ``observe`` of that round, whoever drafted in it."""
+    """Legal moves: ``choose`` if no other drafter had its say, then ``observe`` of that round."""
 
     def __init__(self, most: Mapping[str, int]) -> None:
         """``most``: tokens that each kind drafts at most."""
@@ -149,6 +149,7 @@ class Payback:
         self._credit_s += _SPENT * (draft_s + step_s)
         if self._trial is not None and choice == self._trial[0]:
             self._credit_s -= self._trial[1]
+        self._trial = None
         self._steps.setdefault(1 + drafted, _Time()).follow(step_s, self._round)
         if choice.kind:
             kind = self._kinds[choice.kind]

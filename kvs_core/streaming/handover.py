@@ -53,6 +53,7 @@ class Layout:
     leases: tuple[Lease, ...]
     workspace: Workspace
     pool: Buffer
+    pool_offset: int   # in the arena
     scratch: AttentionScratch
 
     def release(self) -> None:
@@ -142,7 +143,7 @@ class Handover:
         )
         self._device.bind_scratch(workspace, phase)
         self._kv.bind(pool, scratch)
-        return Layout(phase, leases, workspace, pool, scratch)
+        return Layout(phase, leases, workspace, pool, pool_view.offset, scratch)
 
 
 def attention_scratch(

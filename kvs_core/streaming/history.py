@@ -6,8 +6,10 @@ time, since pinning is slow; ``ensure`` waits for it only if the context has cau
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,10 +21,30 @@ from kvs_core.paging.slabs import slab, slab_of
 from kvs_core.units import MIB
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ParkedHistory:
+    """The published pages of ``tokens`` tokens, per layer the slabs that hold them, while no cache uses them."""
+
+    tokens: int
+    page_bytes: int
+    slabs: tuple[tuple[np.ndarray, ...], ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Pinned bytes."""
+        return sum(part.nbytes for slabs in self.slabs for part in slabs)
+
+    def page(self, layer: int, page: int) -> np.ndarray:
+        """The bytes of one page, uint8 [page_bytes]."""
+        return _pages_of(self.slabs[layer], page, 1, self.page_bytes)
+
+
 class HostHistory:
     """Pages of ``layers`` attention layers, up to ``capacity_pages`` each.
 
     What has been published into it stays valid whatever happens on the device.
+
+    reclaim  called where there is no more memory: gives some back, or says False; then that is an error
     """
 
     def __init__(self, device: Device, geometry: PageGeometry, layers: int, capacity_pages: int) -> None:
@@ -32,6 +54,7 @@ class HostHistory:
         self._slabs: list[list[np.ndarray]] = [[] for _ in range(layers)]
         self._helper = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvs-pin")
         self._ahead: list[Future[np.ndarray] | None] = [None] * layers
+        self.reclaim: Callable[[], bool] = lambda: False
 
     @property
     def size_bytes(self) -> int:
@@ -61,17 +84,35 @@ class HostHistory:
         """The bytes of a run's pages, uint8 [pages * page_bytes]: one contiguous piece of one slab."""
         return self._range(run.layer, run.first_page, run.pages)
 
+    def bytes_of(self, pages: int) -> int:
+        """Pinned bytes that ``hand_over`` would give away."""
+        return sum(part.nbytes for slabs in self._slabs for part in slabs[: _slabs_for(pages)])
+
+    def hand_over(self, pages: int, tokens: int) -> ParkedHistory:
+        """Give away the memory of pages [0, pages), which hold ``tokens`` tokens, and be empty. Nothing is copied."""
+        given = tuple(tuple(slabs[: _slabs_for(pages)]) for slabs in self._slabs)
+        self._let_go()
+        return ParkedHistory(tokens, self._geometry.page_bytes, given)
+
+    def adopt(self, parked: ParkedHistory) -> None:
+        """Be what was handed over, in the same memory; ``parked`` is not to be used any more."""
+        self._let_go()
+        self._slabs = [list(slabs) for slabs in parked.slabs]
+
     def close(self) -> None:
         """Let go of the memory."""
         self._helper.shutdown(wait=True, cancel_futures=True)
         self._slabs = [[] for _ in self._slabs]
 
     def _range(self, layer: int, first_page: int, pages: int) -> Buffer:
-        where = slab_of(first_page)
-        assert first_page + pages <= where.end_page, f"pages [{first_page}, {first_page + pages}) cross a slab's end"
-        size = self._geometry.page_bytes
-        start = (first_page - where.first_page) * size
-        return self._slabs[layer][where.index][start : start + pages * size]
+        return _pages_of(self._slabs[layer], first_page, pages, self._geometry.page_bytes)
+
+    def _let_go(self) -> None:
+        for future in self._ahead:
+            if future is not None:
+                future.cancel()   # one that is under way ends, and nobody takes what it has made
+        self._ahead = [None for _ in self._slabs]
+        self._slabs = [[] for _ in self._slabs]
 
     def _take(self, layer: int, index: int) -> np.ndarray:
         future = self._ahead[layer]
@@ -79,7 +120,12 @@ class HostHistory:
         if future is not None:
             with suppress(DeviceError):   # there may be memory now where there was none ahead of need
                 return future.result()
-        return self._allocate(index)
+        while True:
+            try:
+                return self._allocate(index)
+            except DeviceError:
+                if not self.reclaim():
+                    raise
 
     def _allocate(self, index: int) -> np.ndarray:
         where = slab(index)
@@ -92,3 +138,15 @@ class HostHistory:
                 f"no host memory for {size / MIB:.1f} MiB more of KV history ({self.size_bytes / MIB:.0f} MiB held); "
                 "lower --ctx-size or use a smaller KV type"
             ) from error
+
+
+def _slabs_for(pages: int) -> int:
+    return slab_of(pages - 1).index + 1 if pages else 0
+
+
+def _pages_of(slabs: Sequence[np.ndarray], first_page: int, pages: int, page_bytes: int) -> np.ndarray:
+    """Consecutive pages of one slab."""
+    where = slab_of(first_page)
+    assert first_page + pages <= where.end_page, f"pages [{first_page}, {first_page + pages}) cross a slab's end"
+    start = (first_page - where.first_page) * page_bytes
+    return slabs[where.index][start : start + pages * page_bytes]

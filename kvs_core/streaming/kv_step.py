@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from time import perf_counter
 from types import TracebackType
 from typing import Protocol
@@ -28,6 +28,8 @@ class StepOwner(Protocol):
     def signature(self, rows: int) -> Hashable: ...
 
     def draft_plan(self, layer: int) -> LoadedPlan: ...
+
+    def tiles_plan(self, layer: int, scratch_groups: int) -> LoadedPlan: ...
 
     def draft_signature(self, layers: range) -> Hashable: ...
 
@@ -57,6 +59,8 @@ class KvStep:
         self.phase = phase
         self.pool = pool
         self.scratch = scratch
+        self.tile_scratch: Sequence[AttentionScratch] = ()
+        self._tile_groups = 0
         self._kv = kv
         self._device = device
         self._open = True
@@ -84,6 +88,11 @@ class KvStep:
         self.rows = rows
         self._drafting = False
 
+    def run_tiles(self, rows: int, scratch: Sequence[AttentionScratch], groups: int) -> None:
+        """What follows is the step itself in tiles, each with a scratch of its own that holds ``groups`` groups."""
+        self.run(rows)
+        self.tile_scratch, self._tile_groups = scratch, groups
+
     def layer(self, layer: int) -> LayerKv:
         """The KV of one attention layer, for this step."""
         assert self._open, "the step is over"
@@ -101,6 +110,8 @@ class KvStep:
     def plan(self, layer: int) -> LoadedPlan:
         """What attention of a layer reads, in pages that the compute stream has been told to wait for."""
         self._kv.wait_layer(layer)
+        if self.tile_scratch:
+            return self._kv.tiles_plan(layer, self._tile_groups)
         return self._kv.draft_plan(layer) if self._drafting else self._kv.plan(layer, self.rows, self.phase)
 
     def signature(self, layers: range | None = None) -> Hashable:
@@ -139,4 +150,5 @@ class KvStep:
 
     def _close(self) -> None:
         self._open = False
-        self._kv.step_closed(self._longest_gap_s)
+        # Tiles take long between two attention layers; the ring is made for the steps that are most.
+        self._kv.step_closed(0.0 if self.tile_scratch else self._longest_gap_s)

@@ -9,30 +9,32 @@ Leaving the block without ``settle`` (an error, a caller who stops) drops the ro
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from kvs_core.device.base import Buffer, Device, Fence
-from kvs_core.errors import DeviceError
+from kvs_core.errors import BudgetError, DeviceError
 from kvs_core.memory.phases import Phase
 from kvs_core.paging.cache import LogicalCache
 from kvs_core.paging.geometry import GROUP_PAGES, PageGeometry
 from kvs_core.paging.residency import Observation, ResidencyConfig, ResidencyState, residency_step
 from kvs_core.paging.slots import PageId, PageTable
 from kvs_core.paging.spans import Chunk, LayerPlan, plan_layer
-from kvs_core.streaming.history import HostHistory
+from kvs_core.streaming.history import HostHistory, ParkedHistory
 from kvs_core.streaming.kv_step import KvStep
 from kvs_core.streaming.layer_kv import AttentionScratch, LoadedPlan
+from kvs_core.streaming.pace import Pace
 from kvs_core.streaming.publisher import Publisher
 from kvs_core.streaming.streamer import Streamer
 
 DRAFT = -1          # instead of the rows of a decode step: one row that attends to what is resident
+_TILES = -2         # or rows in tiles
 
-_SLOW = 1.05        # times what link and kernels need: a captured step that takes longer kept the link waiting
-_SLOW_STEPS = 4     # of them in a row, so that one that was disturbed changes nothing
+_MOST_LENT = 2      # a half of the pool is the most that is lent
+
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,16 @@ class KvStats:
     streamed_pages_per_step: int
     repartitions: int
     history_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlaces:
+    """Where the pages of one layer are. Those of ``streamed`` pass through the ring in every step, all others are
+    resident; ``in_ring``: of the streamed ones, those that are there now or on their way, in order."""
+
+    pages: int
+    streamed: range
+    in_ring: tuple[range, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +104,7 @@ class KvStream:
         self._scheduled: tuple[tuple[int, ...], int] | None = None
         self._phase = Phase.PREFILL                          # of the last step: a gap of prefill says nothing of decode
         self._gaps = {phase: _Gap() for phase in Phase}
-        self._compute_s = 0.0                                # of a captured step that streams nothing
-        self._slow_steps = 0                                 # captured steps in a row that took longer than they should
+        self._pace = Pace(config.link_bytes_per_s)           # of captured steps
 
     # Layout: called at start and by a hand-over, between steps.
 
@@ -118,6 +129,38 @@ class KvStream:
         self._publish_full()
         decision = self._decide(pool_slots, self.cache.committed, self._pages, starved=False)
         self._apply(decision, pool_slots, self._pages)
+
+    def can_lend(self, slots: int, rows: int) -> bool:
+        """Whether a decode step of ``rows`` rows would run with that many slots fewer: at most half of the pool."""
+        committed, pool_slots = self.cache.committed, self._pool_slots
+        if slots * _MOST_LENT > pool_slots or committed + rows > self.cache.capacity_tokens:
+            return False
+        try:
+            self._decide(pool_slots - slots, committed, self.geometry.pages_of(committed + rows), starved=False)
+        except BudgetError:
+            return False
+        return True
+
+    def lend(self, slots: int) -> int:
+        """Empty the last ``slots`` slots of the pool for other use, oldest pages first, until ``end_loan`` or a
+        hand-over; returns the first of them. Between steps, and only what ``can_lend``."""
+        first = self._pool_slots - slots
+        self.vacate(first)   # nothing, if as many are lent already
+        return first
+
+    def end_loan(self) -> None:
+        """The whole pool holds pages again, as far as the next step wants it. Between steps."""
+        assert self._step is None
+        lent = self._pool_slots - self._table.pool_slots
+        if lent > 0:
+            self._device.discard(self._slots_view(self._table.pool_slots, lent))
+            self._table.resize(ring_slots=self._table.ring_slots, pool_slots=self._pool_slots)
+
+    @property
+    def _pool_slots(self) -> int:
+        """Slots of the pool, those that are lent included."""
+        assert self._pool is not None, "no layout is bound"
+        return int(self._pool.shape[0])
 
     def drain(self) -> None:
         """Publish what is dirty and block until every stream is empty."""
@@ -174,6 +217,7 @@ class KvStream:
         """Take up a history that came from elsewhere: the cache is empty, and ``room_for`` gave the memory that was
         filled. What stays on the device comes with the next step."""
         assert self._step is None
+        self._forget_ring()
         self.cache.restore(tokens)
         self._pages = self.geometry.pages_of(tokens)
         # Where nothing is resident yet, cuts say that everything is streamed: the policy then takes back what fits.
@@ -186,6 +230,31 @@ class KvStream:
         self._history.ensure(page + 1)
         return np.asarray(self._history.page(layer, page))
 
+    def park(self) -> ParkedHistory:
+        """Send home what is not there, give the history away, pages and all, and be empty. No bytes move on the host.
+
+        Blocks. ``DeviceError`` if a copy fails; then nothing is given away, and the rows are as they were.
+        """
+        self.drain()
+        self._forget_ring()
+        tokens = self.cache.committed
+        self.truncate(0)
+        return self._history.hand_over(self.geometry.pages_of(tokens), tokens)
+
+    def take_back(self, parked: ParkedHistory) -> None:
+        """Go on with a history that was given away: the cache is empty. ``parked`` is used up, unless this raises."""
+        self.restore(parked.tokens)
+        self._history.adopt(parked)   # last: nothing fails behind it
+
+    @property
+    def parked_bytes(self) -> int:
+        """Pinned bytes that ``park`` would give away now."""
+        return self._history.bytes_of(self.geometry.pages_of(self.cache.committed))
+
+    def reclaim_with(self, reclaim: Callable[[], bool]) -> None:
+        """Where the history finds no memory: see ``HostHistory``."""
+        self._history.reclaim = reclaim
+
     def stats(self) -> KvStats:
         """A snapshot."""
         return KvStats(
@@ -197,6 +266,19 @@ class KvStream:
             repartitions=self._repartitions,
             history_bytes=self._history.size_bytes,
         )
+
+    def places(self) -> list[LayerPlaces]:
+        """Where every page is, by layer. Between steps; costs as much as there are layers and runs in the ring."""
+        ahead: list[list[range]] = [[] for _ in range(self.layers)]
+        for run in self.streamer.in_ring:
+            ahead[run.layer].append(run.page_range)
+        made = []
+        for cut, runs in zip(self._state.cuts, ahead, strict=True):
+            # What was taken up from elsewhere comes to the device with the next step.
+            going = self._config.streamed(min(cut, self._pages)) if len(self._table) else range(self._pages)
+            inside = [range(max(run.start, going.start), min(run.stop, going.stop)) for run in runs]
+            made.append(LayerPlaces(self._pages, going, tuple(sorted(filter(None, inside), key=lambda run: run.start))))
+        return made
 
     def history_page(self, layer: int, page: int) -> np.ndarray:
         """The published bytes of a page (for saving and for tests)."""
@@ -254,6 +336,15 @@ class KvStream:
             planned = self._plans[key] = LoadedPlan(plan, self._device.ops.load_plan(layer, DRAFT, plan))
         return planned
 
+    def tiles_plan(self, layer: int, scratch_groups: int) -> LoadedPlan:
+        """What every tile of a decode step attends to, in calls for scratch of so many groups."""
+        key = (layer, _TILES)
+        planned = self._plans.get(key)
+        if planned is None:
+            plan = plan_layer(self._slots(layer), list(self._chunks(layer)), scratch_groups=scratch_groups)
+            planned = self._plans[key] = LoadedPlan(plan, self._device.ops.load_plan(layer, _TILES, plan))
+        return planned
+
     def draft_signature(self, layers: range) -> Hashable:
         """What captured work for a draft row in these layers depends on."""
         known = self._signatures.get((DRAFT, layers))
@@ -291,21 +382,15 @@ class KvStream:
         """A captured step took that long on the device.
 
         One that streamed nothing tells how long the layers between two attention layers take, the gap that the ring
-        bridges. One that streamed more than it shows whether the link was kept waiting: where it could have moved the
-        same pages, and the device could have computed, in clearly less time, some copy waited for a slot.
+        bridges. One that streamed more than it may show that the link was kept waiting, which ``acquire`` cannot see.
         """
         if not step_s:
             return
         moved = self.streamer.schedule.streamed_pages * self.geometry.page_bytes
         if moved == 0:
-            self._compute_s = step_s
             self._gaps[Phase.DECODE] = _Gap(step_s / self.layers, step_s / self.layers)
-        elif self._compute_s and self._config.link_bytes_per_s:
-            floor_s = max(self._compute_s, moved / self._config.link_bytes_per_s)
-            self._slow_steps = self._slow_steps + 1 if step_s > _SLOW * floor_s else 0
-            if self._slow_steps >= _SLOW_STEPS:
-                self.streamer.note_starved()
-                self._slow_steps = 0
+        if self._pace.observe(step_s, moved):
+            self.streamer.note_starved()
 
     def step_closed(self, longest_gap_s: float) -> None:
         self._step = None
@@ -412,6 +497,11 @@ class KvStream:
             for layer in range(self.layers):
                 slot = self._table.assign(PageId(layer, page))
                 self._device.ops.zero_page(self._pool, self.geometry, slot)
+
+    def _forget_ring(self) -> None:
+        """The history will be another: what was copied ahead is of no use, and where copies come from changes."""
+        self.streamer.empty()
+        self._scheduled = None
 
     def _forget_pages(self, pages: int) -> None:
         """Pages from ``pages`` on hold no committed row."""

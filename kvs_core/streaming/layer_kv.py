@@ -6,10 +6,11 @@ score as it was, and the output is rotated back after the final reduction.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kvs_core.device.base import AttentionParams, Buffer, Device
+from kvs_core.device.base import AttentionParams, AttentionRows, Buffer, Device, Turn
 from kvs_core.memory.phases import Phase
 from kvs_core.paging.geometry import PageGeometry
 from kvs_core.paging.spans import LayerPlan
@@ -46,6 +47,7 @@ class OpenStep(Protocol):
     phase: Phase
     pool: Buffer
     scratch: AttentionScratch
+    tile_scratch: Sequence[AttentionScratch]
 
     def plan(self, layer: int) -> LoadedPlan: ...
 
@@ -64,37 +66,60 @@ class LayerKv:
         self._step = step
         self._layer = layer
 
-    def attend(self, y: Buffer, params: AttentionParams, q: Buffer, out: Buffer) -> None:
-        """Store the step's rows, then attend causally.   y [T, params.columns]; out [T, H * Dv]"""
+    def attend(self, rows: AttentionRows, params: AttentionParams) -> None:
+        """Store the step's rows, then attend causally."""
         step = self._step
         planned = step.plan(self._layer)
-        self._ops.write_kv(y, params, q, step.pool, self._geometry, planned.loaded, phase=step.phase)
+        self._write(rows, params, planned)
         step.begin_attention()
         if step.phase is Phase.DECODE:
-            self._attend_decode(y, params, q, planned, out)
+            self._attend_decode([rows], [step.scratch], params, planned, _one_tile)
         else:
-            self._attend_prefill(y, params, q, planned, out)
+            self._attend_prefill(rows, params, planned)
         step.end_attention()
 
+    def attend_tiles(self, tiles: Sequence[AttentionRows], params: AttentionParams, turn: Turn) -> None:
+        """The same for a decode step in tiles, whose pages are read once for all of them."""
+        step = self._step
+        planned = step.plan(self._layer)
+        for number, rows in enumerate(tiles):
+            turn(number)
+            self._write(rows, params, planned)
+        step.begin_attention()
+        self._attend_decode(tiles, step.tile_scratch, params, planned, turn)
+        step.end_attention()
+
+    def _write(self, rows: AttentionRows, params: AttentionParams, planned: LoadedPlan) -> None:
+        step = self._step
+        self._ops.write_kv(rows.y, params, rows.q, step.pool, self._geometry, planned.loaded, phase=step.phase)
+
     def _attend_decode(
-        self, y: Buffer, params: AttentionParams, q: Buffer, planned: LoadedPlan, out: Buffer
+        self, tiles: Sequence[AttentionRows], scratch: Sequence[AttentionScratch], params: AttentionParams,
+        planned: LoadedPlan, turn: Turn,
     ) -> None:
         ops, step, geometry = self._ops, self._step, self._geometry
-        scratch = cut(step.scratch.groups, step.rows, params.heads, geometry.v_dim + 2)
-        segments = cut(step.scratch.segments, step.rows, params.heads, geometry.v_dim + 2)
+        width = geometry.v_dim + 2
+        groups = [cut(own.groups, len(rows.out), params.heads, width) for own, rows in zip(scratch, tiles, strict=True)]
+        segments = [
+            cut(own.segments, len(rows.out), params.heads, width) for own, rows in zip(scratch, tiles, strict=True)
+        ]
         for number, call in enumerate(planned.plan.calls):
             if call.run is not None and call.first:
                 self._streamer.acquire(call.run)
-            ops.attend_decode(q, params, step.pool, geometry, planned.loaded, number, scratch)
+            for tile, rows in enumerate(tiles):
+                turn(tile)
+                ops.attend_decode(rows.q, params, step.pool, geometry, planned.loaded, number, groups[tile])
             if call.run is not None and call.last:
                 self._streamer.release(call.run)
             if call.folds:
-                ops.fold(params, planned.loaded, number, scratch, segments)
-        ops.finish_decode(y, params, geometry, planned.loaded, scratch, segments, out)
+                for tile in range(len(tiles)):
+                    turn(tile)
+                    ops.fold(params, planned.loaded, number, groups[tile], segments[tile])
+        for tile, rows in enumerate(tiles):
+            turn(tile)
+            ops.finish_decode(rows.y, params, geometry, planned.loaded, groups[tile], segments[tile], rows.out)
 
-    def _attend_prefill(
-        self, y: Buffer, params: AttentionParams, q: Buffer, planned: LoadedPlan, out: Buffer
-    ) -> None:
+    def _attend_prefill(self, rows: AttentionRows, params: AttentionParams, planned: LoadedPlan) -> None:
         # Page order, streamed pages first: one running partial is enough, where many rows would need many.
         ops, step, geometry = self._ops, self._step, self._geometry
         running = cut(step.scratch.running, step.rows, params.heads, geometry.v_dim + 2)[0]
@@ -102,11 +127,15 @@ class LayerKv:
             if chunk.run is not None:
                 self._streamer.acquire(chunk.run)
             ops.attend_prefill(
-                q, params, step.pool, geometry, planned.loaded, chunk.pages, running, fresh=number == 0
+                rows.q, params, step.pool, geometry, planned.loaded, chunk.pages, running, fresh=number == 0
             )
             if chunk.run is not None:
                 self._streamer.release(chunk.run)
-        ops.finish_prefill(y, params, geometry, running, out)
+        ops.finish_prefill(rows.y, params, geometry, running, rows.out)
+
+
+def _one_tile(number: int) -> None:
+    """A step that is no more than one tile has been begun."""
 
 
 def cut(flat: Buffer | None, rows: int, heads: int, width: int) -> Buffer:

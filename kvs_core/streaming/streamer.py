@@ -50,6 +50,11 @@ class Streamer:
         """The schedule being carried out."""
         return self._schedule
 
+    @property
+    def in_ring(self) -> list[Run]:
+        """Runs that are in the ring or on their way, in the order of the schedule."""
+        return [entry.run for entry in self._in_ring]
+
     def take_starved(self) -> bool:
         """Whether a larger ring would have spared attention a wait; asking clears it."""
         starved, self._idled, self._starved = self._starved, False, False

@@ -25,7 +25,7 @@ from kvs_core.settings.drafters import (
 )
 from kvs_core.settings.setting import Command
 from kvs_core.settings.table import BY_KEY, TABLE
-from kvs_core.settings.typed import info_settings, run_settings, serve_settings
+from kvs_core.settings.typed import info_settings, plan_settings, run_settings, serve_settings
 
 
 def typed(*argv: str) -> RunSettings:
@@ -144,8 +144,8 @@ def test_every_setting_is_read_or_named(command: Command) -> None:
         parsed = parse(argv if command == "serve" else [*argv, "-p", "x"], {}, command)
         values = Recorder(parsed.values)
         assert not app._act(replace(parsed, values=values), command)
-        if command == "info":
-            info_settings(values, parsed.positionals)
+        if command in ("info", "plan"):
+            (info_settings if command == "info" else plan_settings)(values, parsed.positionals)
         else:
             for twin in ("samplers", "sampler_seq"):
                 build = serve_settings if command == "serve" else run_settings

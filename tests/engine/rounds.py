@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from hypothesis import strategies as st
 
+from kvs_core.engine.checkpoints import Checkpoint
 from kvs_core.engine.engine import Engine
+from kvs_core.engine.step import Step
 from kvs_core.memory.phases import Phase
 from tests.engine.tiny import text
 
@@ -19,7 +21,9 @@ PREFILL, DECODE = Phase.PREFILL, Phase.DECODE
 class Round:
     """One step: drafts, then rows of which some are kept; or a prefill, or a step that is left before it ran.
 
-    kind   "", "next" or "resident": who drafts
+    kind   "", "next" or "resident": who drafts. A step of more than 8 rows has no drafts; it becomes several steps
+           where there is no room for it, and is shorter where the context ends
+    place  "mark": a checkpoint is made before it; "back": the last one is gone back to
     """
 
     kind: str
@@ -28,6 +32,21 @@ class Round:
     keep: int
     left_open: bool = False
     prefill: bool = False
+    place: str = ""
+
+
+@dataclass
+class Played:
+    """What a run of rounds shows on its way: logits of the kept rows, in order, and rows of the wide steps."""
+
+    logits: list[bytes] = field(default_factory=list)
+    widths: list[int] = field(default_factory=list)
+
+    def see(self, step: Step, keep: int) -> None:
+        """A step has run, of which the first ``keep`` rows count."""
+        self.logits += [row.tobytes() for row in step.logits(0)[:keep]]
+        if step.rows > 8:
+            self.widths.append(step.rows)
 
 
 ROUNDS = st.lists(
@@ -41,41 +60,94 @@ ROUNDS = st.lists(
     min_size=1, max_size=12,
 )
 
-def play_rounds(built: Engine, prompt: int, rounds: Sequence[Round], seed: int, *, drafting: bool) -> int:
+WIDE_ROUNDS = st.lists(
+    st.builds(
+        lambda kind, drafts, rows, keep, end, place: Round(
+            kind if rows <= 8 else "", drafts, rows, min(keep, rows), end == "left open", end == "prefill", place
+        ),
+        st.sampled_from(["", "next", "resident"]), st.integers(1, 8), st.integers(9, 65) | st.integers(1, 8),
+        st.integers(0, 65) | st.integers(0, 8), st.sampled_from(["", "", "", "", "", "left open", "prefill"]),
+        st.sampled_from(["", "", "", "mark", "back"]),
+    ),
+    min_size=1, max_size=8,
+)
+
+
+def play_rounds(
+    built: Engine, prompt: int, rounds: Sequence[Round], seed: int, *, drafting: bool, played: Played | None = None
+) -> int:
     """Play them, or just the rows that are kept. The token that would come next."""
+    played = Played() if played is None else played
     vocab, dice = built.spec.n_vocab, np.random.default_rng(seed)
-    right = text(vocab, 8 * len(rounds) + 1, seed)   # by position behind the prompt
+    right = text(vocab, sum(each.rows for each in rounds) + 1, seed)   # by position behind the prompt
     ubatch = built.context.ubatch_tokens
     for at in range(0, prompt, ubatch):
         with built.step(text(vocab, min(ubatch, prompt - at), at), PREFILL) as step:
             step.settle()
     start = built.committed
+    marked: Checkpoint | None = None
     for each in rounds:
+        if each.place == "mark":
+            marked = built.checkpoint()
+        elif each.place == "back" and marked is not None:
+            built.go_back(marked)
         at = built.committed - start
+        rows = min(each.rows, built.context.context_tokens - built.committed - 8)   # ``Left.by`` takes 8 more
+        kept = right[at : at + min(rows, each.keep)]
+        if rows <= 0:
+            continue
         if each.prefill:
-            with built.step(right[at : at + each.rows], PREFILL) as step:
+            with built.step(right[at : at + rows], PREFILL) as step:
                 step.settle()
-            continue
-        kept = right[at : at + each.keep]
-        if not drafting:
-            for token in kept:
-                with built.step([token], DECODE) as step:
-                    step.settle()
-            continue
-        with built.open(8) as step:
-            if each.kind:
-                draft = step.draft_next if each.kind == "next" else step.draft_resident
-                for token in dice.integers(0, vocab, each.drafts):
-                    draft(int(token))
-            if not each.left_open or each.keep == 0:
-                wrong = dice.integers(0, vocab, each.rows - each.keep)
-                step.run([*kept, *(int(token) for token in wrong)])
-            if not each.left_open:
-                step.settle(each.keep)
-        if each.left_open and kept:
-            with built.step(kept, DECODE) as step:
-                step.settle()
+        elif not drafting:
+            _run_rows(built, kept, [], 1, played)
+        elif rows > 8:
+            wrong = text(vocab, rows - len(kept), seed + at)
+            if each.left_open:
+                with built.open(built.widest(rows)) as step:
+                    if not kept:
+                        step.run(wrong[: built.widest(rows)])
+                _run_rows(built, kept, [], 8, played)
+            else:
+                _run_rows(built, kept, wrong, rows, played)
+        else:
+            _draft_and_run(built, each, kept, rows, dice, played)
     return right[built.committed - start]
+
+
+def _draft_and_run(
+    built: Engine, each: Round, kept: Sequence[int], rows: int, dice: np.random.Generator, played: Played
+) -> None:
+    """A round of one usual step."""
+    vocab = built.spec.n_vocab
+    with built.open(8) as step:
+        if each.kind:
+            draft = step.draft_next if each.kind == "next" else step.draft_resident
+            for token in dice.integers(0, vocab, each.drafts):
+                draft(int(token))
+        if not each.left_open or not kept:
+            wrong = dice.integers(0, vocab, rows - len(kept))
+            step.run([*kept, *(int(token) for token in wrong)])
+        if not each.left_open:
+            played.see(step, len(kept))
+            step.settle(len(kept))
+    if each.left_open:
+        _run_rows(built, kept, [], 8, played)
+
+
+def _run_rows(built: Engine, kept: Sequence[int], wrong: Sequence[int], most: int, played: Played) -> None:
+    """Steps of up to ``most`` rows, of fewer where there is no room, until one of them is not kept whole."""
+    tokens, keep = [*kept, *wrong], len(kept)
+    while tokens:
+        rows = built.widest(min(most, len(tokens)))
+        with built.open(rows) as step:
+            step.run(tokens[:rows])
+            now = min(rows, keep)
+            played.see(step, now)
+            step.settle(now)
+        if now < rows:
+            return
+        tokens, keep = tokens[rows:], keep - now
 
 
 @dataclass(frozen=True)

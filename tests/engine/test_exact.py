@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kvs_core.device.host.device import HostDebug
 from kvs_core.engine.engine import Engine
 from kvs_core.memory.phases import Phase
+from kvs_core.paging.slabs import slab_of
 from tests.engine.tiny import engine, kv_settings, run, text
 
 PROMPT = 300
@@ -79,6 +80,20 @@ def test_bits_do_not_depend_on_residency_for_other_types(tiny_llama: Path, type_
             vocab = built.spec.n_vocab
             outcome.append(run(built, text(vocab, 200), text(vocab, 12, 1)).tobytes())
     assert outcome[0] == outcome[1] == outcome[2]
+
+
+def test_bits_do_not_depend_on_residency_over_slabs(tiny_qwen35: Path, tiny_llama: Path) -> None:
+    """The same for a context whose streamed pages come from two slabs of the history."""
+    prompt, tokens = text(256, 700), text(256, 12, 1)
+    for path in (tiny_qwen35, tiny_llama):
+        outcome = []
+        for pool in (None, 0.0):
+            with engine(path, kv=kv_settings(), pool=pool, fixed=True, context=768, debug=hostile(3)) as built:
+                outcome.append(run(built, prompt, tokens).tobytes())
+                if pool is not None:
+                    last = built._kv.streamer.schedule.by_layer[0][-1]
+                    assert slab_of(last.first_page).index == 1
+        assert outcome[0] == outcome[1]
 
 
 def logits_of_rows(built: Engine, prompt: list[int], rows: list[list[int]]) -> np.ndarray:

@@ -18,6 +18,7 @@ from kvs_core.engine.session import Session
 from kvs_core.engine.session_file import load_session, model_key, save_session
 from kvs_core.errors import DeviceError, SessionFileError
 from kvs_core.formats.gguf import GgufFile
+from kvs_core.paging.slabs import slab_of
 from kvs_core.settings.rooms import RopeSettings
 from tests.engine.tiny import engine, kv_settings
 from tests.support.tiny_gguf import write_tiny_qwen35
@@ -59,6 +60,23 @@ def test_it_goes_on_with_the_same_bits(model: str, pool: float | None, request: 
         assert session.tokens == [*PROMPT, 4]
         assert all(np.array_equal(session.decode(token), logits)
                    for token, logits in zip(range(20, 30), wanted, strict=True))
+
+
+def test_a_text_of_several_slabs_goes_on_with_the_same_bits(tiny_llama: Path, tmp_path: Path) -> None:
+    """Its pages lie in several pieces of host memory, and find their places again."""
+    prompt = [7 + index * 31 % 190 for index in range(700)]
+    outcome = []
+    for pool in (None, 0.0):
+        with engine(tiny_llama, kv=kv_settings(), pool=pool, context=768) as built:
+            session = Session(built)
+            if pool is None:
+                session.prefill(prompt)
+                save_session(session, tmp_path / "talk", KEY)
+            else:
+                assert load_session(session, tmp_path / "talk", KEY).tokens == 700
+            outcome.append([np.asarray(session.decode(token)).tobytes() for token in range(20, 24)])
+            assert slab_of(built.geometry.pages_of(built.committed) - 1).index == 1
+    assert outcome[0] == outcome[1]
 
 
 def test_checkpoints_are_saved_too(tiny_qwen35: Path, tmp_path: Path) -> None:

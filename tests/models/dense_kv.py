@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from kvs_core.device.base import AttentionParams
+from kvs_core.device.base import AttentionParams, AttentionRows, Turn
 from kvs_core.device.host.ops import basic
 
 
@@ -15,7 +17,8 @@ class DenseLayer:
         self.k: list[np.ndarray] = []
         self.v: list[np.ndarray] = []
 
-    def attend(self, y: np.ndarray, params: AttentionParams, q: np.ndarray, out: np.ndarray) -> None:
+    def attend(self, given: AttentionRows, params: AttentionParams) -> None:
+        y, q, out = given.y, given.q, given.out
         rows, position = len(y), len(self.k)
         assert len(q) >= rows
         assert len(q) % 8 == 0
@@ -40,6 +43,11 @@ class DenseLayer:
                 attended[row, head] = weights @ values[:seen, group] / weights.sum()
         if params.gated:
             attended /= 1.0 + np.exp(-heads[..., params.k_dim :])
+
+    def attend_tiles(self, tiles: Sequence[AttentionRows], params: AttentionParams, turn: Turn) -> None:
+        for number, rows in enumerate(tiles):
+            turn(number)
+            self.attend(rows, params)
 
 
 class DenseKv:

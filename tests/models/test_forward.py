@@ -88,7 +88,7 @@ class Run:
         self.forward(Batch(tokens, self.position, phase), self.kv)
         hidden = np.empty((len(tokens), self.model.spec.n_embd), np.float32)
         basic.rms_norm(self.ws.rows("x", len(tokens)), self.model._output_norm, hidden, eps=self.model.spec.rms_eps)
-        logits = self.model.logits(range(len(tokens)), self.ws)
+        logits = self.model.logits(self.ws.rows("x", len(tokens)), self.ws)
         self.hidden = np.concatenate([self.hidden, hidden[:keep]])
         self.logits = np.concatenate([self.logits, logits[:keep]])
         self.state.settle(keep)

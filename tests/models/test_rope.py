@@ -207,6 +207,6 @@ def test_logits_are_those_of_llamacpp(tmp_path: Path, arch: str, keys: dict[str,
         device.begin_step(StepInputs(tokens, 0, 0, batch.phase))
         ours.forward(batch, DenseKv(ours.spec.n_layer), state, ws)
         # llama.cpp's angles are float32 products, ours float64. A wrong rule differs by 0.1 and more.
-        np.testing.assert_allclose(ours.logits(range(96), ws), expected, rtol=0, atol=1e-3)
+        np.testing.assert_allclose(ours.logits(ws.rows("x", 96), ws), expected, rtol=0, atol=1e-3)
     finally:
         device.close()

@@ -51,9 +51,12 @@ def test_every_streamed_page_is_copied_once_in_order(of: list[int], ring: int, l
 
 def test_runs_are_as_long_as_slabs_allow() -> None:
     """Only a slab's end and the cut shorten a run."""
-    schedule = plan_schedule([range(40)], ring_slots=32, run_pages=16)
-    assert [run.pages for run in schedule.runs] == [4, 8, 16, 12]
-    assert [run.first_slot for run in schedule.runs] == [0, 4, 12, 0]
+    schedule = plan_schedule([range(140)], ring_slots=64, run_pages=64)
+    assert [run.pages for run in schedule.runs] == [16, 48, 64, 12]
+    assert [run.first_slot for run in schedule.runs] == [0, 16, 0, 0]
+    schedule = plan_schedule([range(140)], ring_slots=64, run_pages=32)
+    assert [run.pages for run in schedule.runs] == [16, 24, 24, 32, 32, 12]
+    assert [run.first_slot for run in schedule.runs] == [0, 16, 40, 0, 32, 0]
 
 
 def test_streamed_pages_need_a_ring() -> None:
@@ -157,11 +160,11 @@ def test_a_cut_that_rises_keeps_all_that_was_copied_ahead(of: list[int], ring: i
 def test_a_smaller_ring_keeps_the_runs_that_lie_inside_it() -> None:
     """The head of the list stays as far as it fits; the first run outside ends it."""
     runs = plan_schedule([range(28)], ring_slots=28, run_pages=8).runs
-    assert [run.pages for run in runs] == [4, 8, 8, 8]
+    assert [run.pages for run in runs] == [8, 8, 8, 4]
     assert head_in_ring([range(28)], 28, runs) == 4
     assert head_in_ring([range(28)], 27, runs) == 3
-    assert head_in_ring([range(28)], 11, runs) == 1
-    assert head_in_ring([range(28)], 3, runs) == 0
+    assert head_in_ring([range(28)], 15, runs) == 1
+    assert head_in_ring([range(28)], 7, runs) == 0
 
 
 def test_a_fallen_cut_drops_the_runs_beyond_it() -> None:

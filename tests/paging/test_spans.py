@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvs_core.paging import slabs
 from kvs_core.paging.geometry import GROUP_PAGES, SEGMENT_GROUPS, KvType
 from kvs_core.paging.schedule import plan_schedule
 from kvs_core.paging.spans import LEAST_SCRATCH_GROUPS, Chunk, Fold, LayerPlan, plan_layer, row_spans
@@ -22,11 +24,16 @@ RING = 24
 
 @st.composite
 def plans(draw: st.DrawFn, max_pages: int = 4 * SEGMENT_PAGES) -> LayerPlan:
-    """A streamed head in runs of any length, sometimes a resident group before it, and the resident rest."""
+    """A streamed head in runs of any length, sometimes a resident group before it, and the resident rest.
+
+    Slabs are those of the product, or others, which give runs over the ends of segments.
+    """
     pages = draw(st.integers(1, max_pages))
     cut = draw(st.integers(0, (pages - 1) // GROUP_PAGES)) * GROUP_PAGES
     first = draw(st.sampled_from([0, GROUP_PAGES])) if cut > GROUP_PAGES else 0
-    runs = plan_schedule([range(first, cut)], ring_slots=RING, run_pages=draw(st.integers(1, RING))).runs
+    run_pages = draw(st.integers(1, RING))
+    with patch.object(slabs, "_FULL", draw(st.sampled_from([slabs._FULL, 100]))):
+        runs = plan_schedule([range(first, cut)], ring_slots=RING, run_pages=run_pages).runs
     slots = list(range(RING, RING + pages))
     chunks = [Chunk(range(first))] if first else []
     for run in runs:

@@ -22,6 +22,7 @@ from kvs_core.errors import DeviceError
 from tests.server.running import Running
 
 FIXED: dict[str, Any] = {"prompt": "The river in the north", "n_predict": 12, "temperature": 0}
+OWN = FIXED | {"prompt": "~ no other conversation begins with this"}
 MALFORMED = (b"{", b"[1]", b'{"prompt": 1e99}', b"\xff\xfe", b"[" * 100_000, b'{"prompt": "x", "n": 7}')
 LONG: dict[str, Any] = {"prompt": "The children of the village", "n_predict": 900, "ignore_eos": True}
 
@@ -75,7 +76,7 @@ def test_many_requests_of_all_kinds_leave_the_text_as_it_is(llama: Running) -> N
 
 def test_a_failing_device_fails_its_request_alone(qwen: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """The request gets a 500 with the device's words; the next one begins anew and has its known text."""
-    known = qwen.post("/completion", **FIXED)
+    known = qwen.post("/completion", **OWN)
     steps = itertools.count()
     run = Session.prefill
 
@@ -86,9 +87,9 @@ def test_a_failing_device_fails_its_request_alone(qwen: Running, monkeypatch: py
         return run(session, *given, **named)
 
     monkeypatch.setattr(Session, "prefill", fails)
-    error = qwen.post("/completion", 500, **FIXED)["error"]
+    error = qwen.post("/completion", 500, **OWN)["error"]
     assert error == {"code": 500, "message": "the device is on fire", "type": "server_error"}
-    again = qwen.post("/completion", **FIXED)
+    again = qwen.post("/completion", **OWN)
     assert again["content"] == known["content"]
     assert again["timings"]["cache_n"] == 0
 
@@ -104,10 +105,10 @@ def leave(server: Running, stream: bool, after_s: float) -> None:
 
 
 def test_erase_forgets(llama: Running) -> None:
-    """After it nothing is cached; other slots and actions are refused."""
-    held = llama.post("/completion", **FIXED)["tokens_cached"]
+    """After it nothing is cached, but for the BOS of other conversations; other slots and actions are refused."""
+    held = llama.post("/completion", **OWN)["tokens_cached"]
     assert llama.post("/slots/0?action=erase") == {"id_slot": 0, "n_erased": held}
-    assert llama.post("/completion", **FIXED)["timings"]["cache_n"] == 0
+    assert llama.post("/completion", **OWN)["timings"]["cache_n"] <= 1
     for path in ("/slots/1?action=erase", "/slots/x?action=erase", "/slots/0?action=dance", "/slots/0"):
         assert llama.post(path, 400)["error"]["type"] == "invalid_request_error"
     assert llama.post("/slots/0?action=save", 501)["error"]["type"] == "not_supported_error"

@@ -190,15 +190,3 @@ def test_no_request_makes_the_server_fail(llama: Running, path: str, body: dict[
     assert reply.status_code in (200, 400), (body, reply.text)
     if reply.status_code == 400:
         assert "\n" not in reply.json()["error"]["message"]
-
-
-def test_a_hostile_template_is_an_error_and_no_more(llama_path: Path) -> None:
-    """One that asks for all memory fails its requests; the others are answered."""
-    greedy = "{{ messages[0].content }}{% if messages[0].content == 'all' %}{{ 'x' * 10**10 }}{% endif %}"
-    with running("-m", llama_path, "-c", 256, "--chat-template", greedy) as server:
-        for _ in range(2):
-            reply = server.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "all"}]})
-            assert reply.status_code in (400, 500)
-            assert "needs more than" in reply.json()["error"]["message"]
-            fine = server.post("/v1/chat/completions", messages=[{"role": "user", "content": "x"}], max_tokens=2)
-            assert fine["usage"]["completion_tokens"] == 2

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import gguf
 import numpy as np
 
-from kvs_core.device.base import AttentionParams, RopeTable, StepInputs
+from kvs_core.device.base import AttentionParams, AttentionRows, RopeTable, StepInputs
 from kvs_core.device.host.device import HostDebug, HostDevice
 from kvs_core.device.host.ops import basic, kv_codec
 from kvs_core.device.workspace import BufferSpec, workspace_bytes
@@ -149,7 +149,7 @@ class Rig:
                     return True
                 y = np.concatenate([part.reshape(len(q), -1) for part in (q, k, v)], axis=1)
                 queries = np.empty((align_up(len(q), 8), *q.shape[1:]), np.float32)
-                step.layer(layer).attend(y, self.params, queries, outputs[layer].reshape(len(q), -1))
+                step.layer(layer).attend(AttentionRows(y, queries, outputs[layer].reshape(len(q), -1)), self.params)
                 assert step.plan(layer).plan.pages == ceil_div(step.first_position + len(q), PAGE)
             if leave_after < 2 * LAYERS:
                 return True

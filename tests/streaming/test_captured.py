@@ -15,7 +15,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvs_core.device.base import AttentionParams, StepInputs
+from kvs_core.device.base import AttentionParams, AttentionRows, StepInputs
 from kvs_core.device.cuda.device import CudaDevice
 from kvs_core.device.cuda.plan import DevicePlan
 from kvs_core.device.cuda.tables import STEP_PENDING, STEP_POSITION, STEP_ROWS, STEP_TOKENS
@@ -30,7 +30,7 @@ from tests.streaming.deferred import DeferredRuntime
 
 PREFILL, DECODE = Phase.PREFILL, Phase.DECODE
 LAYERS, PAGE, ROWS, PREFILL_ROWS = 3, 32, 8, 64
-CONTEXT = 20 * PAGE
+CONTEXT = 24 * PAGE   # of which up to 20 are streamed: from two slabs
 GEOMETRY = PageGeometry(PAGE, 1, 32, 32, KvType.F32, KvType.F32)
 PARAMS = AttentionParams(1, 1, 32, 32, False, 1.0, None, 1e-6)
 LEAST = least_pool_slots(LAYERS, CONTEXT, PAGE, PREFILL_ROWS)
@@ -174,7 +174,7 @@ class Simulation:
 
             def record() -> None:
                 for layer in range(LAYERS):
-                    step.layer(layer).attend(layer, PARAMS, layer, None)
+                    step.layer(layer).attend(AttentionRows(layer, layer, np.empty(rows)), PARAMS)
 
             if phase is DECODE:
                 self.captured.launch(("step", rows), inputs, step, record)
@@ -303,7 +303,7 @@ def test_steps_are_recorded_when_cuts_move_and_not_before() -> None:
     one = Simulation(3, LEAST, ring=1, run=1)
     assert LEAST == 19
     counts = []
-    for _ in range(CONTEXT // ROWS // 2):
+    for _ in range(320 // ROWS):
         one.step(DECODE, ROWS, ROWS)
         counts.append((len(one.tokens), one.captured.recorded))
     one.close()

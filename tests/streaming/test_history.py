@@ -71,44 +71,55 @@ def test_every_page_has_bytes_of_its_own_that_stay(lengths: list[int], capacity:
 
 
 def test_nothing_is_held_until_it_is_used() -> None:
-    """A large context costs nothing at first, then the first small slab."""
+    """A large context costs nothing at first, then the first slab."""
     with history(1024) as (device, made):
         made.ensure(0)
         assert (made.size_bytes, device.asked) == (0, [])
         made.ensure(1)
-        assert made.size_bytes == LAYERS * 4 * SIZE
+        assert made.size_bytes == LAYERS * slab(0).pages * SIZE
 
 
 def test_the_next_slab_is_pinned_ahead_by_a_helper() -> None:
     """Once the last slab is more than half full the helper pins the next, for every layer: growth pins nothing."""
     with history(1024) as (device, made):
-        made.ensure(2)
+        made.ensure(8)
         assert by_thread(device, helper=True) == 0
-        made.ensure(3)
+        made.ensure(9)
         made._helper.submit(lambda: None).result()   # behind all that was submitted
         assert device.asked[LAYERS:] == [(slab(1).pages * SIZE, name) for _, name in device.asked[LAYERS:]]
         assert by_thread(device, helper=True) == LAYERS
-        for pages in range(4, 200):
+        for pages in range(10, 200):
             made.ensure(pages)
         assert by_thread(device, helper=False) == LAYERS
         assert by_thread(device, helper=True) == LAYERS * slab_of(198).index
 
 
-def test_the_last_slab_ends_with_the_context() -> None:
+@pytest.mark.parametrize(
+    ("capacity", "slabs"), [(7, [7]), (16, [16]), (23, [16, 7]), (64, [16, 48]), (70, [16, 48, 6])]
+)
+def test_the_last_slab_ends_with_the_context(capacity: int, slabs: list[int]) -> None:
     """Nothing is pinned that no page can use, neither now nor ahead."""
-    with history(7) as (device, made):
-        made.ensure(7)
+    sizes = [pages * SIZE for pages in slabs]
+    with history(capacity) as (device, made):
+        made.ensure(capacity)
         made._helper.submit(lambda: None).result()
-        assert [size for size, _ in device.asked] == [4 * SIZE, 3 * SIZE] * LAYERS
+        assert [size for size, _ in device.asked] == sizes * LAYERS
+    with history(capacity) as (device, made):
+        for pages in range(1, capacity + 1):   # each slab but the first comes from the helper
+            made.ensure(pages)
+            made._helper.submit(lambda: None).result()
+        assert [size for size, _ in device.asked] == [size for size in sizes for _ in range(LAYERS)]
+        assert by_thread(device, helper=True) == LAYERS * (len(slabs) - 1)
 
 
 def test_a_jump_takes_all_slabs_in_between() -> None:
     """A long prompt's first step finds its pages."""
     with history(1024) as (_, made):
-        made.ensure(61)
-        assert made.run(Run(1, 60, 1, 0)).nbytes == SIZE
-        with pytest.raises(AssertionError, match="cross a slab's end"):
-            made.run(Run(0, 59, 2, 0))
+        made.ensure(65)
+        assert made.run(Run(1, 64, 1, 0)).nbytes == SIZE
+        for first_page in (15, 63):
+            with pytest.raises(AssertionError, match="cross a slab's end"):
+                made.run(Run(0, first_page, 2, 0))
 
 
 @pytest.mark.parametrize("failing", range(2 * LAYERS))
@@ -116,19 +127,20 @@ def test_without_pinned_memory_nothing_is_lost_and_the_next_call_may_succeed(fai
     """The error says how much was asked for and held; what is there stays, and a later call tries again. A helper that
     failed ahead of need has failed nobody: who needs the memory asks again."""
     with history(1024, HostDebug(fail_alloc_at=failing)) as (_, made):
-        for pages in (4, 12):
-            if pages == 4 and failing < LAYERS:
+        for pages in (16, 64):
+            if pages == 16 and failing < LAYERS:
                 with pytest.raises(DeviceError, match=r"no host memory for .* MiB more .*--ctx-size"):
                     made.ensure(pages)
             made.ensure(pages)
             for layer in range(LAYERS):
                 made.page(layer, pages - 1)[:] = pages
-        assert all((made.page(layer, pages - 1) == pages).all() for layer in range(LAYERS) for pages in (4, 12))
+        assert all((made.page(layer, pages - 1) == pages).all() for layer in range(LAYERS) for pages in (16, 64))
 
 
 def test_closing_gives_the_memory_back() -> None:
     """Also with an allocation under way."""
     with history(1024) as (_, made):
-        made.ensure(3)
+        made.ensure(9)
+        assert all(made._ahead)
         made.close()
         assert made.size_bytes == 0

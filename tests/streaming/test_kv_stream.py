@@ -19,7 +19,7 @@ from kvs_core.streaming import kv_step as kv_step_module
 from kvs_core.streaming.kv_step import KvStep
 from tests.streaming.rig import DECODE_ROWS, LAYERS, PAGE, PLAIN, PREFILL_ROWS, ROTATED, Pools, Rig, rig
 
-CONTEXT = 640
+CONTEXT = 24 * PAGE   # of which up to 20 are streamed: from two slabs
 MOVES = 2 * LAYERS
 
 

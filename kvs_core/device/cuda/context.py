@@ -17,7 +17,8 @@ class Context:
 
     step     int32 [STEP_WORDS], see ``tables``: kernels of a DECODE step take positions from here, never by value
     tokens   int32 [most rows]: tokens of a prefill step
-    rows     T of the step
+    rows     T of the step, or of the tile in use
+    first_row  of that tile in the step; else 0
     position of row 0: for PREFILL launches only
     scratch  the families' own buffers of the phase in use, by name
     forms    by address: rows that their producer left in another form than float32 (``ops.matmul.RowForm``), for the
@@ -28,6 +29,7 @@ class Context:
     step: Buffer
     tokens: Buffer = None
     rows: int = 0
+    first_row: int = 0
     position: int = 0
     phase: Phase = Phase.PREFILL
     scratch: Mapping[str, Buffer] = field(default_factory=dict)

@@ -50,6 +50,7 @@ class CudaOps:
     def __init__(self, context: Context, gemm: Gemm, upload: Upload) -> None:
         """upload  puts a small host array on the device for good"""
         self._context = context
+        self._step = context.step
         self._upload = upload
         self._embed = Embed(context)
         self._matmul = DecodeMatmul(context)
@@ -126,10 +127,20 @@ class CudaOps:
 
     def begin_step(self, inputs: StepInputs) -> None:
         """The step that the ops from here on belong to."""
+        self._context.step, self._context.first_row = self._step, 0
         self._context.rows = len(inputs.tokens)
         self._context.position = inputs.first_position
         self._context.phase = inputs.phase
         self._matmul.begin_step()
+
+    def begin_tiles(self) -> None:
+        """A decode step in tiles."""
+        self._context.phase = Phase.DECODE
+        self._matmul.begin_step()
+
+    def use_tile(self, index: int, step: Buffer, rows: int) -> None:
+        """The tile that the ops from here on belong to: its step table and its rows."""
+        self._context.step, self._context.first_row, self._context.rows = step, MAX_ROWS * index, rows
 
     # Ops.
 
@@ -208,7 +219,7 @@ class CudaOps:
 
     def rms_norm(self, x: Buffer, norm: Buffer, out: Buffer, *, eps: float) -> None:
         """See ``Ops.rms_norm``."""
-        self._matmul.flush(x)
+        self._matmul.flush()
         self._norm.rms_norm(x, norm, out, eps=eps)
 
     def take_kept(self, rows: Buffer, out: Buffer) -> None:

@@ -171,8 +171,9 @@ class CupyRuntime:
 
     @_ours("capturing a step")
     def begin_capture(self) -> None:
-        """See ``Runtime``. Only this thread's calls count: the helper that pins memory goes on."""
-        self._compute.begin_capture(self._cupy.cuda.runtime.streamCaptureModeThreadLocal)
+        """See ``Runtime``. No other call breaks the capture: the helper that pins memory goes on, and Python may free
+        the memory of an earlier engine at any moment."""
+        self._compute.begin_capture(self._cupy.cuda.runtime.streamCaptureModeRelaxed)
         self._plain_next()
 
     @_ours("making a graph of a step")

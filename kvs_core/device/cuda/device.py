@@ -68,6 +68,7 @@ class CudaDevice:
     """``Device`` on a CUDA runtime."""
 
     captures = True
+    is_host = False
 
     def __init__(self, runtime: Runtime) -> None:
         """Takes the runtime over: ``close`` closes it."""
@@ -220,6 +221,15 @@ class CudaDevice:
             self._steps.write(inputs)
             self._steps.enqueue()
             self._steps.launched()
+
+    def begin_tiles(self, tiles: Sequence[StepInputs]) -> None:
+        """See ``Device``."""
+        self._ops.begin_tiles()
+        self._steps.enqueue_tiles(tiles)
+
+    def use_tile(self, index: int) -> None:
+        """See ``Device``."""
+        self._ops.use_tile(index, self._steps.tiles[index], self._steps.tile_rows[index])
 
     def capture(self, inputs: StepInputs, work: Callable[[], None]) -> Captured:
         """See ``Device``."""

@@ -153,10 +153,11 @@ def _options(defines: Defines, arch: int) -> tuple[str, ...]:
 def _cache_path(source: str, defines: Defines, arch: int) -> Path:
     parts = (_sources_digest(source), *_options(defines, arch), *map(str, nvrtc().version))
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
-    return _cache_root() / "kernels" / f"{Path(source).stem}-{digest}.cubin"
+    return cache_root() / "kernels" / f"{Path(source).stem}-{digest}.cubin"
 
 
-def _cache_root() -> Path:
+def cache_root() -> Path:
+    """The folder of what can be made again."""
     if own := os.environ.get("KVS_CACHE_DIR"):
         return Path(own)
     return Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")) / "kvs"

@@ -8,6 +8,7 @@ reads the same pinned words.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -29,6 +30,7 @@ from kvs_core.device.cuda.tables import (
 from kvs_core.paging.spans import LayerPlan
 
 _AHEAD = 4   # prefill steps whose inputs may wait in pinned memory
+_TILES = 9   # of a decode step: 65 rows
 
 
 class _Staged:
@@ -52,16 +54,25 @@ class _Staged:
 
 
 class StepTable:
-    """int32 [STEP_WORDS], and the tokens of a prefill step."""
+    """int32 [STEP_WORDS], the same for each tile of a wide decode step, and the tokens of a prefill step.
+
+    memory     of the step
+    tiles      of each tile; ``tile_rows``: their rows, of the step in progress
+    """
 
     def __init__(self, runtime: Runtime, compute: CudaStream) -> None:
         self._runtime = runtime
         self._compute = compute
-        self.memory: Buffer = runtime.view(
-            runtime.allocate(4 * STEP_WORDS, "the step table"), 0, (STEP_WORDS,), np.dtype(np.int32)
+        tables = runtime.allocate(4 * STEP_WORDS * (1 + _TILES), "step tables")
+        self.memory: Buffer
+        self.memory, *self.tiles = (
+            runtime.view(tables, 4 * STEP_WORDS * number, (STEP_WORDS,), np.dtype(np.int32))
+            for number in range(1 + _TILES)
         )
+        self.tile_rows: tuple[int, ...] = ()
         self.tokens: Buffer = None
         self._decode = _Staged(runtime, STEP_WORDS)
+        self._tiled = _Staged(runtime, STEP_WORDS * _TILES)
         self._prefill: deque[_Staged] = deque()
 
     def reserve(self, max_rows: int) -> None:
@@ -72,9 +83,7 @@ class StepTable:
 
     def write(self, inputs: StepInputs) -> None:
         """Put a decode step's inputs where its copy will read them."""
-        words = self._decode.ready()
-        _fill(words, inputs)
-        words[STEP_TOKENS : STEP_TOKENS + len(inputs.tokens)] = inputs.tokens
+        _fill_decode(self._decode.ready(), inputs)
 
     def enqueue(self) -> None:
         """Copy what ``write`` wrote; may be captured."""
@@ -85,6 +94,17 @@ class StepTable:
     def launched(self) -> None:
         """A launch that contains the copy has been enqueued."""
         self._decode.sent(self._compute.record())
+
+    def enqueue_tiles(self, tiles: Sequence[StepInputs]) -> None:
+        """Write and copy the inputs of every tile of a decode step."""
+        words = self._tiled.ready()
+        for number, inputs in enumerate(tiles):
+            _fill_decode(words[STEP_WORDS * number : STEP_WORDS * (number + 1)], inputs)
+        self._runtime.enqueue_copy(
+            address(self.tiles[0]), address(words), 4 * STEP_WORDS * len(tiles), self._compute.raw
+        )
+        self._tiled.sent(self._compute.record())
+        self.tile_rows = tuple(len(inputs.tokens) for inputs in tiles)
 
     def enqueue_prefill(self, inputs: StepInputs) -> None:
         """Write and copy a prefill step's inputs."""
@@ -108,8 +128,14 @@ def _fill(words: np.ndarray, inputs: StepInputs) -> None:
     words[STEP_KEPT] = inputs.kept
 
 
+def _fill_decode(words: np.ndarray, inputs: StepInputs) -> None:
+    _fill(words, inputs)
+    words[STEP_TOKENS : STEP_TOKENS + len(inputs.tokens)] = inputs.tokens
+
+
 class PlanTables:
-    """A table for every layer and width of decode step, one for its drafts, and a few for its prefill steps."""
+    """A table for every layer and width of decode step, one for its drafts, one for the steps that run in tiles, and a
+    few for its prefill steps."""
 
     def __init__(self, runtime: Runtime, compute: CudaStream, layers: int, pages: int, max_rows: int) -> None:
         self._runtime = runtime
@@ -129,11 +155,11 @@ class PlanTables:
         return int(self._memory.nbytes)
 
     def load(self, layer: int, rows: int, plan: LayerPlan) -> DevicePlan:
-        """Enqueue the table's new contents. ``rows`` 0: a prefill step's; -1: a draft's."""
+        """Enqueue the table's new contents. ``rows``: see ``Ops.load_plan``."""
         if rows:
-            index, layout = self._max_rows if rows < 0 else rows - 1, self._decode
+            index, layout = self._max_rows - 1 - rows if rows < 0 else rows - 1, self._decode
         else:
-            index, layout = self._max_rows + 1 + self._turn[layer], self._prefill
+            index, layout = self._max_rows + 2 + self._turn[layer], self._prefill
             self._turn[layer] = (self._turn[layer] + 1) % _AHEAD
         staged = self._staged[layer][index]
         words = staged.ready()
@@ -144,10 +170,10 @@ class PlanTables:
         return DevicePlan.at(at, layout, plan)
 
     def _layouts(self) -> list[PlanLayout]:
-        return [self._decode] * (self._max_rows + 1) + [self._prefill] * _AHEAD
+        return [self._decode] * (self._max_rows + 2) + [self._prefill] * _AHEAD
 
     def _words(self, layers: int) -> int:
-        return layers * self._before(self._max_rows + 1 + _AHEAD)
+        return layers * self._before(self._max_rows + 2 + _AHEAD)
 
     def _before(self, index: int) -> int:
         """Words of a layer's tables before that one; all begin at 16 bytes."""

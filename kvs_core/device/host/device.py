@@ -77,6 +77,7 @@ class HostDevice:
 
     name = "cpu"
     captures = False
+    is_host = True
 
     def __init__(
         self, threads: int | None = None, *, debug: HostDebug | None = None, memory_limit_bytes: int | None = None
@@ -112,6 +113,7 @@ class HostDevice:
         self._copy_numbers = itertools.count()
         self._alloc_numbers = itertools.count()
         self._link_bytes_per_s: float | None = None
+        self._tiles: tuple[StepInputs, ...] = ()
 
     def allocate_arena(self, size_bytes: int) -> None:
         """See ``Device``. The memory begins at a page and is not cleared."""
@@ -221,6 +223,14 @@ class HostDevice:
     def begin_step(self, inputs: StepInputs) -> None:
         """See ``Device``."""
         self._ops.begin_step(inputs)
+
+    def begin_tiles(self, tiles: Sequence[StepInputs]) -> None:
+        """See ``Device``."""
+        self._tiles = tuple(tiles)
+
+    def use_tile(self, index: int) -> None:
+        """See ``Device``."""
+        self._ops.begin_step(self._tiles[index])
 
     def reserve_steps(self, layers: int, pages: int, max_rows: int) -> None:
         """See ``Device``. The host reads plans and inputs where they are."""

@@ -35,7 +35,7 @@ cost about two passes over memory. PREFILL: one product packs all rows of the st
 
 _PIECES = 16   # of a matrix between small and large
 
-_HELD_SHARE = 0.6    # of the available RAM; the rest is for the KV history, the arena and the mapped file
+HELD_SHARE = 0.6    # of the available RAM; the rest is for the KV history, the arena and the mapped file
 _LOAD_THREADS = 8    # at most; a few fill the memory bus
 _ALIGNMENT = 4096
 
@@ -167,7 +167,7 @@ class HostWeights:
         """
         limit = self._limit_bytes
         if limit is None:
-            limit = self.held_bytes + int(_HELD_SHARE * available_ram_bytes())
+            limit = self.held_bytes + int(HELD_SHARE * available_ram_bytes())
         wanted = {info.name: info for info in infos if info.name not in self._matrices}
         held: list[tuple[TensorInfo, Floats]] = []
         for info in wanted.values():

@@ -39,6 +39,10 @@ class Rope:
     frequencies: Buffer
     cs: Buffer | None = None
 
+    def cs_of(self, first_row: int) -> int:
+        """Address of a row's cosines and sines."""
+        return address(self.cs) + 4 * self.n_rot * first_row
+
 
 class Embed:
     """The op ``embed``, and the rotary tables that go with a step."""
@@ -84,7 +88,8 @@ class Embed:
             context.launcher.launch(
                 _ROPE, (ceil_div(pairs, _ROPE_PAIRS), context.rows, 1), _ROPE_PAIRS,
                 (
-                    rope.frequencies, pairs, context.step if decode else 0, 0 if decode else context.position, rope.cs,
+                    rope.frequencies, pairs, context.step if decode else 0, 0 if decode else context.position,
+                    rope.cs_of(context.first_row),
                 ),
                 overlap=decode,
             )

@@ -177,10 +177,10 @@ class DecodeMatmul:
                 self._multiply_parts(weight, section, rows, form, stride, parts)
         self._kept = _Kept(x, parts, stride)
 
-    def flush(self, x: Buffer | None = None) -> None:
-        """Add what is kept back to its x, if that is ``x`` or x is not given. Before other ops read x."""
+    def flush(self) -> None:
+        """Add what is kept back to its x. Before other ops read x, or any part of it."""
         kept = self._kept
-        if kept is None or (x is not None and address(x) != address(kept.x)):
+        if kept is None:
             return
         self._kept = None
         rows, n = kept.x.shape

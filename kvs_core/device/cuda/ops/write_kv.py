@@ -60,7 +60,7 @@ class WriteKv:
                 y, y.strides[0] // 4,
                 heads, kv_heads, params.q_columns // heads,
                 _or_null(params.q_norm), _or_null(params.k_norm), params.eps,
-                rope.cs, params.scale * LOG2_E,
+                rope.cs_of(self._context.first_row), params.scale * LOG2_E,
                 self._context.step, plan.slots,
                 pool, pool.strides[0], geometry.page_tokens,
                 q,

@@ -1,0 +1,135 @@
+"""``kvs bench``: measurements. Its commands take the settings of ``kvs run`` beside their own flags."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvs_cli.logging import configure_logging
+from kvs_cli.options import Parsed, parse
+from kvs_core.errors import SettingsError
+from kvs_core.settings import LoggingSettings, SyntheticModel
+from kvs_core.settings.setting import Group
+from kvs_core.settings.table import BY_FLAG
+from kvs_core.settings.typed import engine_settings, logging_settings
+
+_ANY = {"allow_extra_args": True, "ignore_unknown_options": True}
+_USED = (Group.GENERAL, Group.MODEL, Group.CONTEXT, Group.KV, Group.DEVICE, Group.ROPE, Group.SPECULATIVE,
+         Group.LOGGING, Group.THREADS)
+_OWN = {
+    "ctx_size": "--contexts", "n_predict": "--decode-tokens", "spec_type": "--spec-types",
+    "spec_default": "--spec-types", "spec_synth_len": "--spec-synth-len", "spec_synth_rates": "--spec-synth-len",
+}
+
+app = typer.Typer(name="bench", no_args_is_help=True, help="Measure: speed over contexts, other engines, quality.")
+
+
+@app.command(context_settings=_ANY, epilog="All settings of kvs run for the model, its KV cache, the device and the "
+             "drafters hold for every point: -m, -ctk, -ctv, -b, -ub, --kv-residency-mode, --device, ... "
+             "Text is greedy.")
+def sweep(
+    ctx: typer.Context,
+    output: Annotated[Path, typer.Option(metavar="DIR", help="Where CSV, JSONL, plots, summary and logs go.")],
+    contexts: Annotated[str, typer.Option(metavar="LIST", help="Contexts in tokens: A,B,C or FIRST:LAST:STEP.")]
+    = "8192",
+    mtp_lengths: Annotated[str | None, typer.Option(
+        metavar="LIST", help="Tokens that draft-mtp drafts, a variant each: 0,1,2,3; 0 is plain decoding.")] = None,
+    spec_types: Annotated[str | None, typer.Option(
+        metavar="LIST", help="More variants: none,draft-resident:5,ngram-mod+draft-mtp:3.")] = None,
+    spec_synth_len: Annotated[str | None, typer.Option(
+        metavar="X[,X...]", help="Pretend acceptance: tokens out of a verification of the longest draft, or one number "
+        "for each variant that drafts. The text means nothing.")] = None,
+    decode_tokens: Annotated[int, typer.Option(
+        min=1, max=1 << 20, metavar="N", help="Tokens to generate and time at each point.")] = 256,
+    arena_mib: Annotated[int | None, typer.Option(
+        min=1, max=1 << 24, metavar="N", help="The arena of every point (--kv-stream-arena-mib).")] = None,
+    auto_max_arena: Annotated[bool, typer.Option(
+        "--auto-max-arena", help="Instead: the largest arena that works, found for each point.")] = False,
+    prompt_file: Annotated[Path | None, typer.Option(
+        metavar="FILE", help="Text that every point begins with; without it, a text that comes with kvs. A synthetic "
+        "model reads none: its context is filled.")] = None,
+    repeat: Annotated[int, typer.Option(min=1, max=1000, metavar="R", help="Times that every point is measured.")] = 1,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on in DIR: finished points are not run again.")] = False,
+) -> None:
+    """Decode and prefill speed over contexts and variants of speculation, each point in a fresh process.
+
+    kvs bench sweep -m model.gguf --contexts 8192:65536:8192 --mtp-lengths 0,1,2,3 --arena-mib 512 --output sweep
+    """
+    from kvs_cli.bench.grid import parse_contexts, parse_variants, points, pretend
+    from kvs_cli.bench.sweep import SweepSettings, run_sweep
+
+    parsed = _settings(ctx.args)
+    arguments = list(ctx.args)
+    if (arena_mib is not None) + auto_max_arena + bool({"arena_mib", "pool_mib"} & parsed.explicit) > 1:
+        raise SettingsError("--arena-mib, --auto-max-arena and the arena's or pool's other flags and variables exclude "
+                            "each other; give one")
+    if arena_mib is not None:
+        arguments += ["--kv-stream-arena-mib", str(arena_mib)]
+    if "spec_adaptive" not in parsed.explicit:
+        arguments += ["--spec-adaptive", "off"]   # a variant is what its name says, whether it pays or not
+    variants = parse_variants(mtp_lengths, spec_types, default_n_max=parsed.values["spec_draft_n_max"])
+    if spec_synth_len is not None:
+        variants = pretend(variants, spec_synth_len)
+    engine = engine_settings(parsed.values)
+    prompt = None
+    if not isinstance(engine.model.source, SyntheticModel):
+        prompt = _prompt(prompt_file)
+    elif prompt_file is not None:
+        raise SettingsError(f"--prompt-file {prompt_file}: a synthetic model's context is filled, not read; "
+                            "leave it out")
+    rows = run_sweep(SweepSettings(
+        points(parse_contexts(contexts), variants, repeat), arguments, dict(os.environ), prompt, decode_tokens, output,
+        resume=resume, auto_max_arena=auto_max_arena,
+    ))
+    _end_of(rows)
+
+
+@app.command()
+def plot(folder: Annotated[Path, typer.Argument(metavar="DIR", help="The output of a sweep.")]) -> None:
+    """Draw the plots and write the summary of a sweep again, from its CSV."""
+    from kvs_cli.bench.store import read_csv
+    from kvs_cli.bench.sweep import write_report
+
+    configure_logging(LoggingSettings())
+    write_report(folder, read_csv(folder / "sweep.csv"))
+
+
+def _settings(arguments: Sequence[str]) -> Parsed:
+    """The settings of ``kvs run`` among the arguments. SettingsError for a flag that would do nothing here."""
+    parsed = parse(arguments, os.environ, "run")
+    for argument in arguments:
+        setting = BY_FLAG.get(argument.partition("=")[0].replace("_", "-"))
+        if setting is None or not argument.startswith("-"):
+            continue
+        if setting.key in _OWN:
+            raise SettingsError(f"{argument.partition('=')[0]}: a sweep has {_OWN[setting.key]} for that")
+        if setting.group not in _USED:
+            raise SettingsError(f"{argument.partition('=')[0]}: has no effect on a sweep, whose text is greedy; "
+                                "leave it out")
+    if parsed.positionals:
+        raise SettingsError(f"{parsed.positionals[0]}: kvs bench sweep takes flags alone; a prompt is --prompt-file")
+    for notice in parsed.notices:
+        print(notice, file=sys.stderr)
+    configure_logging(logging_settings(parsed.values))
+    return parsed
+
+
+def _prompt(file: Path | None) -> str:
+    from kvs_cli.prompt import read_text_file
+
+    if file is not None:
+        return read_text_file(file, "--prompt-file")
+    from kvs_core.bench_text import benchmark_text
+
+    return benchmark_text()
+
+
+def _end_of(rows: Sequence[object]) -> None:
+    failed = sum(1 for row in rows if isinstance(row, dict) and row.get("error"))
+    if failed == len(rows) and rows:
+        raise SettingsError(f"all {failed} points failed; summary.md and the logs say why")

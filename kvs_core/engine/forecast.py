@@ -1,0 +1,285 @@
+"""Forecast: how long a decode round will take at any context, from sizes and from what a device does per second. Pure.
+
+    kernels  weights / rate + layers x overhead + attention: KV bytes / rate, at least a little + calls for runs
+    link     streamed bytes / rate + copies x overhead
+    step     the longer of the two; where they are about equal they hinder each other
+    round    drafts + step + what the host does
+
+Where the pages of a step are and which copies move them is not modelled but asked of the rooms that decide it: the
+residency policy and the schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvs_core.engine.budget import Budget, Drafting
+from kvs_core.memory.phases import Phase
+from kvs_core.models.spec import ModelSpec
+from kvs_core.paging.geometry import GROUP_PAGES
+from kvs_core.paging.residency import Observation, ResidencyConfig, ResidencyState, residency_step
+from kvs_core.paging.schedule import plan_schedule
+from kvs_core.settings.drafters import SpeculativeSettings
+from kvs_core.settings.rooms import KvSettings
+from kvs_core.speculative.synthetic import rates_of_length
+
+_BALANCE = 16.0
+"""Exponent that joins two times of work side by side: 4.4 % above the longer one where they are equal. Steps of
+Qwen3.5-27B on an H200 are 1.03 to 1.05 times the longer one there, and 1.00 where one of them is small."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What a device does in a second, and what steps cost beside.
+
+    link_bytes_per_s       large copies to the device
+    weight_bytes_per_s     one row's product with a matrix, by the form in which it is held; "" stands for all others
+    row_costs              the same with 1, 2, ... rows, as multiples of one; at least two numbers
+    attention_bytes_per_s  one row's attention over K and V
+    attention_row          what a further row adds, as a part of the first
+    layer_s                of a layer, beside its bytes
+    least_attention_s      of an attention layer, however short its context
+    run_s, copy_s          of a streamed run: its own attention call and fold; its copy, beside its bytes
+    round_s, plan_s        of the host, per round: sampling, bookkeeping; and per streamed run of its plan
+    draft_s                of the host, per drafted row: its guess comes back before the next row begins
+    """
+
+    link_bytes_per_s: float
+    weight_bytes_per_s: Mapping[str, float]
+    row_costs: Mapping[str, Sequence[float]]
+    attention_bytes_per_s: float
+    attention_row: float
+    layer_s: float
+    least_attention_s: float
+    run_s: float
+    copy_s: float
+    round_s: float
+    plan_s: float
+    draft_s: float
+
+    def multiply_s(self, weights: Mapping[str, int], rows: int) -> float:
+        """Seconds that ``rows`` rows take with matrices of so many bytes, by the form in which they are held."""
+        speeds, costs = self.weight_bytes_per_s, self.row_costs
+        return sum(
+            size / speeds.get(name, speeds[""]) * _at(costs.get(name, costs[""]), rows)
+            for name, size in weights.items()
+        )
+
+    def attend_s(self, kv_bytes: float, rows: int) -> float:
+        """Seconds of one layer's attention over so many bytes of K and V."""
+        once = max(self.least_attention_s, kv_bytes / self.attention_bytes_per_s)
+        return once * (1.0 + self.attention_row * (rows - 1))
+
+
+def _at(costs: Sequence[float], rows: int) -> float:
+    """The cost of so many rows; beyond those that are known it grows as between the last two."""
+    if rows <= len(costs):
+        return costs[rows - 1]
+    return costs[-1] + (rows - len(costs)) * (costs[-1] - costs[-2])
+
+
+IN_FILE = "in the file"
+"""Form of matrices that the host dequantises at every use. They take no memory; their bytes are the float32 values'."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Bytes of matrices that a step reads, by the form in which they are held on the device."""
+
+    trunk: Mapping[str, int]
+    head: Mapping[str, int]
+    nextn: Mapping[str, int]
+
+    @property
+    def size_bytes(self) -> int:
+        """Device memory of all of them."""
+        parts = (self.trunk, self.head, self.nextn)
+        return sum(size for part in parts for name, size in part.items() if name != IN_FILE)
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """What a round drafts and brings.
+
+    kind    "", "draft-mtp" or "draft-resident"
+    drafts  rows that are drafted
+    tokens  that come out of a round on average; None: what is accepted is not known
+    """
+
+    kind: str = ""
+    drafts: int = 0
+    tokens: float | None = 1.0
+
+    @property
+    def rows(self) -> int:
+        """Of the step that verifies."""
+        return 1 + self.drafts
+
+    @staticmethod
+    def of(settings: SpeculativeSettings) -> Rounds:
+        """Rounds of the drafter that runs the model, if there is one; what n-gram drafters find is up to the text."""
+        kind = next((name for name in settings.types if name.startswith("draft-")), "")
+        if not kind:
+            return Rounds()
+        drafts = settings.draft.n_max
+        rates = settings.synth_rates
+        if settings.synth_len is not None:
+            rates = rates_of_length(settings.synth_len, settings.widest_draft)
+        return Rounds(kind, drafts, None if rates is None else 1.0 + sum(rates[:drafts]))
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """One model, one cache, one arena.
+
+    layers    of the trunk, of every kind
+    favoured  of the layers with K and V, the last ones, that are the MTP block's
+    """
+
+    budget: Budget
+    kv: KvSettings
+    weights: Weights
+    layers: int
+    kv_layers: int
+    favoured: int = 0
+    head_pages: int = 0
+
+    @staticmethod
+    def of(spec: ModelSpec, budget: Budget, kv: KvSettings, weights: Weights, drafting: Drafting) -> Setup:
+        """As the engine will have it."""
+        layers = len(drafting.kv_layers(spec))
+        favoured = layers - len(spec.kv_layers)
+        return Setup(budget, kv, weights, spec.n_layer, layers, favoured, drafting.head_pages)
+
+    @property
+    def trunk_kv_layers(self) -> int:
+        """Layers of the trunk with K and V."""
+        return self.kv_layers - self.favoured
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where the pages of a step are. ``cuts``: per layer, pages before it are streamed, but for those of the head."""
+
+    pages: int
+    cuts: tuple[int, ...]
+    resident_pages: int
+    streamed_pages: int
+    ring_slots: int
+    runs: int
+    streamed_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """The forecast at one context. Seconds per round, and per step in it.
+
+    tokens  committed before the step
+    rows    of the step
+    """
+
+    tokens: int
+    rows: int
+    placement: Placement
+    kernels_s: float
+    link_s: float
+    step_s: float
+    drafts_s: float
+    round_s: float
+    tokens_per_round: float | None
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """None where nobody knows how many drafts are accepted: then between one and all of ``rows`` come per round."""
+        return None if self.tokens_per_round is None else self.tokens_per_round / self.round_s
+
+
+def place(setup: Setup, rates: Rates, tokens: int, rows: int) -> Placement:
+    """The pages of a step of ``rows`` rows behind ``tokens`` tokens. ``BudgetError`` if the pool cannot hold it."""
+    budget, geometry, kv = setup.budget, setup.budget.geometry, setup.kv
+    config = ResidencyConfig(
+        mode=budget.mode, layers=setup.kv_layers, page_bytes=geometry.page_bytes, ring_slots=kv.ring_slots,
+        run_pages=kv.run_pages, link_bytes_per_s=rates.link_bytes_per_s, head_pages=setup.head_pages,
+        favoured=setup.favoured,
+    )
+    pages = geometry.pages_of(tokens + rows)
+    # The policy's own measure of the gap between two attention layers: a step that streams nothing, over its layers.
+    gap_s = _kernels_s(setup, rates, 0, 1, runs=0) / setup.kv_layers
+    seen = Observation(pages, tokens // geometry.page_tokens, budget.memory.slots(Phase.DECODE), gap_s)
+    state = residency_step(config, ResidencyState(cuts=(0,) * setup.kv_layers), seen)
+    streamed = [config.streamed(cut) for cut in state.cuts]
+    count = sum(map(len, streamed))
+    runs = 0
+    if count:
+        schedule = plan_schedule(
+            streamed, ring_slots=state.ring_slots, run_pages=config.run_pages_in(state.ring_slots)
+        )
+        runs = len(schedule.runs)
+    return Placement(
+        pages * setup.kv_layers, state.cuts, pages * setup.kv_layers - count, count, state.ring_slots, runs,
+        count * geometry.page_bytes,
+    )
+
+
+def forecast(setup: Setup, rates: Rates, tokens: int, rounds: Rounds) -> Point:
+    """A round behind ``tokens`` tokens, which leaves room for it in the context."""
+    placement = place(setup, rates, tokens, rounds.rows)
+    kernels_s = _kernels_s(setup, rates, tokens, rounds.rows, placement.runs)
+    link_s = placement.streamed_bytes / rates.link_bytes_per_s + placement.runs * rates.copy_s
+    step_s = side_by_side(kernels_s, link_s)
+    drafts_s = rounds.drafts * _draft_s(setup, rates, tokens, placement, rounds.kind) if rounds.drafts else 0.0
+    round_s = drafts_s + step_s + rates.round_s + placement.runs * rates.plan_s
+    return Point(tokens, rounds.rows, placement, kernels_s, link_s, step_s, drafts_s, round_s, rounds.tokens)
+
+
+def side_by_side(first_s: float, second_s: float) -> float:
+    """Two kinds of work at one time."""
+    longer, shorter = max(first_s, second_s), min(first_s, second_s)
+    return longer * (1.0 + (shorter / longer) ** _BALANCE) ** (1.0 / _BALANCE) if longer > 0.0 else 0.0
+
+
+def _kernels_s(setup: Setup, rates: Rates, tokens: int, rows: int, runs: int) -> float:
+    """A step's kernels: the trunk, the head, the MTP block's layer that follows; one more attention call per run."""
+    weights = setup.weights
+    kv_bytes = setup.budget.geometry.token_bytes * (tokens + rows)
+    return (
+        sum(rates.multiply_s(part, rows) for part in (weights.trunk, weights.head, weights.nextn))
+        + (setup.layers + setup.favoured) * rates.layer_s
+        + setup.kv_layers * rates.attend_s(kv_bytes, rows)
+        + runs * rates.run_s
+    )
+
+
+def _draft_s(setup: Setup, rates: Rates, tokens: int, placement: Placement, kind: str) -> float:
+    """One drafted row: the MTP block alone, or the trunk on the pages that are on the device; and the head."""
+    weights, geometry = setup.weights, setup.budget.geometry
+    cuts = placement.cuts
+    if kind == "draft-mtp":
+        parts, layers = (weights.nextn, weights.head), setup.favoured
+        cuts = cuts[setup.trunk_kv_layers :]
+        streamed_s = sum(cuts) * geometry.page_bytes / rates.link_bytes_per_s
+        attention_s = len(cuts) * rates.attend_s(geometry.token_bytes * tokens, 1)
+    else:
+        parts, layers = (weights.trunk, weights.head), setup.layers
+        cuts = cuts[: setup.trunk_kv_layers]
+        streamed_s = 0.0
+        head = setup.head_pages * geometry.page_tokens
+        attention_s = sum(
+            rates.attend_s(geometry.token_bytes * max(0, tokens - cut * geometry.page_tokens + min(head, cut)), 1)
+            for cut in cuts
+        )
+    multiply_s = sum(rates.multiply_s(part, 1) for part in parts)
+    return max(multiply_s + layers * rates.layer_s + attention_s, streamed_s) + rates.draft_s
+
+
+def contexts(context_tokens: int, rows: int, step_tokens: int) -> list[int]:
+    """Where to look: the context halved again and again, down to a group of pages; each with room for a round."""
+    least = GROUP_PAGES * step_tokens
+    points = {max(0, context_tokens - rows)}
+    size = context_tokens // 2
+    while size >= least:
+        points.add(size - rows)
+        size //= 2
+    return sorted(points)
+

@@ -1,0 +1,80 @@
+"""The matrices that a decode step reads, in the form in which a device holds them: from a file's table, unread."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from gguf.constants import GGMLQuantizationType as Quant
+
+from kvs_core.device.cuda.weights import BLOCK, RECORD_TYPES, TILE_ROWS, held_type, record_bytes
+from kvs_core.device.host.weights import HELD_SHARE
+from kvs_core.engine.forecast import IN_FILE, Weights
+from kvs_core.formats.gguf import GgufFile, TensorInfo
+from kvs_core.formats.quants import row_bytes
+from kvs_core.models.spec import ModelSpec
+from kvs_core.units import ceil_div
+
+FLOATS = "float32"
+"""Name of what the host holds as float32."""
+
+Held = Callable[[TensorInfo], tuple[str, int]]
+"""The name of the form in which a matrix is held, and its bytes."""
+
+
+def held_weights(file: GgufFile, spec: ModelSpec, held: Held, *, nextn: bool) -> Weights:
+    """What a step reads. Matrices are the tensors of two dimensions, but for the taps of convolutions.
+
+    nextn  with the MTP block; the token table is read a row at a time and counts only where it is the head too
+    """
+    trunk: Counter[str] = Counter()
+    head: Counter[str] = Counter()
+    block: Counter[str] = Counter()
+    for info in _matrices(file, spec, nextn):
+        if info.name in ("output.weight", "token_embd.weight"):
+            part = head
+        else:
+            part = block if _layer(info.name) >= spec.n_layer else trunk
+        name, size = held(info)
+        part[name] += size
+    return Weights(dict(trunk), dict(head), dict(block))
+
+
+def held_on_cuda(info: TensorInfo) -> tuple[str, int]:
+    """As ``device/cuda/weights.py`` holds it: whole tiles of records, or rows."""
+    n_in, n_out = info.shape
+    quant = held_type(info.quant)
+    if quant in RECORD_TYPES:
+        return quant.name, ceil_div(n_out, TILE_ROWS) * ceil_div(n_in, BLOCK) * record_bytes(quant)
+    return quant.name, n_out * row_bytes(quant, n_in)
+
+
+def held_on_host(free_bytes: int) -> Held:
+    """As ``device/host/weights.py`` holds them: float32 as long as there is room, one after the other."""
+    left = int(HELD_SHARE * free_bytes)
+
+    def held(info: TensorInfo) -> tuple[str, int]:
+        nonlocal left
+        size = 4 * info.n_elements
+        if info.quant is Quant.F32 or size <= left:
+            left -= 0 if info.quant is Quant.F32 else size
+            return FLOATS, size
+        return IN_FILE, size
+
+    return held
+
+
+def _matrices(file: GgufFile, spec: ModelSpec, nextn: bool) -> Iterable[TensorInfo]:
+    for info in file.tensors.values():
+        if len(info.shape) != 2 or info.name.endswith("conv1d.weight") or info.name.endswith("embed_tokens.weight"):
+            continue
+        if info.name == "token_embd.weight" and "output.weight" in file.tensors:
+            continue
+        if _layer(info.name) < spec.n_layer or nextn:
+            yield info
+
+
+def _layer(name: str) -> int:
+    """Of ``blk.N.``; -1 for what is outside the layers."""
+    parts = name.split(".")
+    return int(parts[1]) if parts[0] == "blk" else -1

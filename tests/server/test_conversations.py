@@ -1,0 +1,190 @@
+"""Several conversations with one server: each turn reads its own tokens alone, while memory allows."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvs_cli.server import slot
+from kvs_core.engine.engine import Engine
+from kvs_core.errors import DeviceError
+from tests.server.running import Running, running
+from tests.support.tiny_gguf import write_tiny_qwen35
+
+ONE_OFF = [9, *range(100, 112)]
+SHARED = [7 + index * 31 % 190 for index in range(120)]
+
+
+@pytest.fixture(scope="module")
+def qwen_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """6 recurrent and 2 attention layers."""
+    return write_tiny_qwen35(tmp_path_factory.mktemp("tiny") / "qwen35.gguf", seed=1)
+
+
+@pytest.fixture(params=["qwen35", "llama"])
+def path(request: pytest.FixtureRequest, qwen_path: Path, llama_path: Path) -> Path:
+    """A model with recurrent layers, and one without."""
+    return qwen_path if request.param == "qwen35" else llama_path
+
+
+class Talk:
+    """A conversation in tokens: nothing depends on a template, and different ones share what they are given to share.
+    """
+
+    def __init__(self, server: Running, number: int, shared: list[int] | None = None) -> None:
+        self.server = server
+        self.number = number
+        self.tokens = [*(shared or ()), 20 + number]
+        self.told: list[tuple[list[int], str]] = []
+        self.timings: list[dict[str, Any]] = []
+
+    def turn(self) -> int:
+        """Say something and note the answer; tokens of the prompt that were not read."""
+        self.tokens += [30 + (self.number * 37 + len(self.tokens) * 11 + index * 7) % 150 for index in range(25)]
+        reply = self.server.post(
+            "/completion", prompt=self.tokens, n_predict=6, temperature=0, n_probs=2, return_tokens=True,
+            ignore_eos=True,
+        )
+        self.tokens += reply["tokens"]
+        self.told.append((reply["tokens"], str(reply["completion_probabilities"])))
+        self.timings.append(reply["timings"])
+        return int(reply["timings"]["cache_n"])
+
+    @property
+    def read_its_own_tokens_alone(self) -> bool:
+        """Each turn but the first found all tokens of the last one, but for its last, which had not been run."""
+        return all(
+            this["cache_n"] == last["cache_n"] + last["prompt_n"] + last["predicted_n"] - 1
+            for last, this in pairwise(self.timings)
+        )
+
+
+def serve(path: Path, *flags: object) -> Any:
+    """A server for a context of 1024 tokens: at most 4 pages in a layer."""
+    return running("-m", path, "-c", 1024, *flags)
+
+
+def alternate(server: Running, talks: int, turns: int) -> list[Talk]:
+    """So many conversations, turn by turn."""
+    made = [Talk(server, number) for number in range(talks)]
+    for _ in range(turns):
+        for talk in made:
+            talk.turn()
+    return made
+
+
+def test_conversations_that_alternate(path: Path) -> None:
+    """Three of them, and requests in between that keep nothing: all have the tokens, the probabilities and the counts
+    of conversations that have the server to themselves."""
+    with serve(path) as server:
+        talks = [Talk(server, number) for number in range(3)]
+        for turn in range(4):
+            for talk in talks:
+                talk.turn()
+                if turn > 0:
+                    server.post("/completion", prompt=ONE_OFF, n_predict=2, cache_prompt=turn == 1)
+        for talk in talks:
+            assert talk.read_its_own_tokens_alone
+    with serve(path, "--cache-ram", 0) as server:
+        for talk in talks:
+            single = Talk(server, talk.number)
+            for _ in range(4):
+                single.turn()
+            assert single.read_its_own_tokens_alone
+            assert single.told == talk.told
+
+
+def test_without_memory_each_turn_begins_anew(path: Path) -> None:
+    """--cache-ram 0."""
+    with serve(path, "--cache-ram", 0) as server:
+        talks = alternate(server, talks=2, turns=3)
+        assert [timing["cache_n"] for talk in talks for timing in talk.timings] == [0] * 6
+
+
+def test_no_limit_on_memory(path: Path) -> None:
+    """--cache-ram -1."""
+    with serve(path, "--cache-ram", -1) as server:
+        assert all(talk.read_its_own_tokens_alone for talk in alternate(server, talks=5, turns=2))
+
+
+def test_the_least_recently_used_conversation_goes_first(llama_path: Path) -> None:
+    """4 pages of 128 KiB in each of 4 layers are 2 MiB for a conversation: two can be set aside."""
+    with serve(llama_path, "--cache-ram", 5) as server:
+        talks = [Talk(server, number) for number in range(4)]
+        for number in (0, 1, 0, 2, 3):
+            talks[number].turn()
+        assert [talks[number].turn() > 0 for number in (2, 0, 1)] == [True, True, False]
+
+
+def test_a_machine_that_has_no_ram_to_spare(llama_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is set aside, and what was goes."""
+    with serve(llama_path) as server:
+        talks = alternate(server, talks=2, turns=1)
+        monkeypatch.setattr(slot, "available_ram_bytes", lambda: slot.LEAST_FREE_BYTES - 1)
+        server.post("/completion", prompt=ONE_OFF, n_predict=2)
+        assert [talk.turn() for talk in talks] == [0, 0]
+
+
+def test_a_conversation_that_could_not_be_taken_up_is_not_lost(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request fails, with the device's words; the next one for it, and for the one in hand then, read little."""
+    with serve(path) as server:
+        talks = alternate(server, talks=2, turns=1)
+        with monkeypatch.context() as patch:
+            patch.setattr(Engine, "unpark", fail)
+            error = server.post("/completion", 500, prompt=[*talks[0].tokens, 1], n_predict=1)["error"]
+            assert error["message"] == "the device is on fire"
+        for talk in talks:
+            talk.turn()
+            assert talk.read_its_own_tokens_alone
+
+
+def fail(*_given: object) -> None:
+    raise DeviceError("the device is on fire")
+
+
+def test_what_conversations_share_is_read_once(path: Path) -> None:
+    """A second one begins with a copy of what it shares with the first, which stays whole; a recurrent model can share
+    up to a checkpoint, and the end of a prompt is one. From then on both read their own tokens alone."""
+    with serve(path) as server:
+        server.post("/completion", prompt=SHARED, n_predict=0)
+        talks = [Talk(server, number, SHARED) for number in range(3)]
+        for _ in range(3):
+            for talk in talks:
+                talk.turn()
+        assert [talk.timings[0]["cache_n"] for talk in talks] == [len(SHARED)] * 3
+        assert all(talk.read_its_own_tokens_alone for talk in talks)
+    with serve(path, "--cache-ram", 0) as server:
+        for talk in talks:
+            server.post("/slots/0?action=erase")
+            server.post("/completion", prompt=SHARED, n_predict=0)
+            single = Talk(server, talk.number, SHARED)
+            for _ in range(3):
+                single.turn()
+            assert single.told == talk.told
+
+
+def test_counters_tell_of_what_was_taken_up(llama_path: Path) -> None:
+    """/metrics and /slots count the tokens of a conversation that was away as they count those of one that was not."""
+    with serve(llama_path, "--metrics") as server:
+        talks = alternate(server, talks=2, turns=2)
+        cached = sum(timing["cache_n"] for talk in talks for timing in talk.timings)
+        lines = server.http.get("/metrics").text.splitlines()
+        assert f"llamacpp:prompt_tokens_cached_total {cached}" in lines
+        [shown] = server.get("/slots")
+        assert shown["n_prompt_tokens_cache"] == talks[1].timings[1]["cache_n"] > 0
+
+
+def test_erase_save_and_restore_are_of_the_one_in_hand(path: Path, tmp_path: Path) -> None:
+    """Those that are set aside stay as they are."""
+    with serve(path, "--slot-save-path", tmp_path) as server:
+        talks = alternate(server, talks=3, turns=1)
+        held = len(talks[2].tokens) - 1
+        assert server.post("/slots/0?action=save", filename="c.kvs")["n_saved"] == held
+        assert server.post("/slots/0?action=erase")["n_erased"] == held
+        assert server.post("/slots/0?action=erase")["n_erased"] == 0
+        assert talks[0].turn() == held
+        server.post("/slots/0?action=restore", filename="c.kvs")   # in the place of the first one
+        assert [talks[number].turn() for number in (2, 1, 0)] == [held, held, 0]
