@@ -30,13 +30,15 @@ from kvs_core.sampling.params import SamplingParams
 from kvs_core.settings import SpeculativeSettings
 from kvs_core.units import MIB
 
+CHARS_PER_TOKEN = 16
+"""More than any text has on average."""
+
 WARM_ROUNDS = 12
 FLOOR_WARM_ROUNDS, FLOOR_ROUNDS = 2, 8
 _RESERVED_ROUNDS = WARM_ROUNDS + FLOOR_WARM_ROUNDS + FLOOR_ROUNDS
 _LEAST_PROMPT = 64
-_FILL_TOKENS = 2048     # read, and repeated as the pages of a filled context
+_FILL_TOKENS = 1024     # read, and repeated as the pages of a filled context
 _END_TOKENS = 2048      # read behind a filled context: their rate is the rate at that depth
-_CHARS_PER_TOKEN = 16   # more than any text has on average
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,7 @@ def plan_reading(engine: Engine, model: OpenModel, prompt_file: Path | None, dec
             prompt_tokens=_LEAST_PROMPT, context_tokens=context,
         )
     if prompt_file is not None:
-        text = read_text_file(prompt_file, "prompt")[: room * _CHARS_PER_TOKEN]
+        text = read_text_file(prompt_file, "prompt")[: room * CHARS_PER_TOKEN]
         tokens = model.tokenizer.encode(text)
         if len(tokens) < room:
             raise SettingsError(f"--prompt-file: the text has {len(tokens)} tokens, and a context of {context} takes "

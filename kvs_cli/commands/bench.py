@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from kvs_cli.commands import bench_quality
 from kvs_cli.logging import configure_logging
 from kvs_cli.options import Parsed, parse
 from kvs_core.errors import SettingsError
 from kvs_core.settings import LoggingSettings, SyntheticModel
-from kvs_core.settings.setting import Group
+from kvs_core.settings.setting import Command, Group
 from kvs_core.settings.table import BY_FLAG
 from kvs_core.settings.typed import engine_settings, logging_settings
 
-_ANY = {"allow_extra_args": True, "ignore_unknown_options": True}
+_ANY = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": ["--help"]}   # -h begins -hf
 _USED = (Group.GENERAL, Group.MODEL, Group.CONTEXT, Group.KV, Group.DEVICE, Group.ROPE, Group.SPECULATIVE,
          Group.LOGGING, Group.THREADS)
-_OWN = {
+_OF_SWEEP = {
     "ctx_size": "--contexts", "n_predict": "--decode-tokens", "spec_type": "--spec-types",
     "spec_default": "--spec-types", "spec_synth_len": "--spec-synth-len", "spec_synth_rates": "--spec-synth-len",
 }
+_OF_COMPARE = {"ctx_size": "--prompt-tokens", "n_predict": "--decode-tokens"}
 
 app = typer.Typer(name="bench", no_args_is_help=True, help="Measure: speed over contexts, other engines, quality.")
 
@@ -63,7 +65,7 @@ def sweep(
     from kvs_cli.bench.grid import parse_contexts, parse_variants, points, pretend
     from kvs_cli.bench.sweep import SweepSettings, run_sweep
 
-    parsed = _settings(ctx.args)
+    parsed = _settings(ctx.args, "run", _OF_SWEEP)
     arguments = list(ctx.args)
     if (arena_mib is not None) + auto_max_arena + bool({"arena_mib", "pool_mib"} & parsed.explicit) > 1:
         raise SettingsError("--arena-mib, --auto-max-arena and the arena's or pool's other flags and variables exclude "
@@ -89,6 +91,53 @@ def sweep(
     _end_of(rows)
 
 
+@app.command(context_settings=_ANY, epilog="All settings of kvs serve for the model, its KV cache, the device and the "
+             "drafters hold for kvs: -m, -ctk, -ctv, --kv-stream-arena-mib, --spec-type, --device, ...")
+def compare(
+    ctx: typer.Context,
+    output: Annotated[Path, typer.Option(metavar="DIR", help="Where CSV, JSON, a table and logs go.")],
+    against: Annotated[list[str] | None, typer.Option(
+        metavar="URL", help="A server with llama-server's or OpenAI's API that is up, with the same model; it may be "
+        "given several times. A key is taken from OPENAI_API_KEY.")] = None,
+    against_command: Annotated[list[str] | None, typer.Option(
+        metavar="COMMAND", help="A server to start: 'llama-server -m {model} --port {port} -c {context}'; it may be "
+        "given several times.")] = None,
+    against_offloaded: Annotated[bool, typer.Option(
+        "--against-offloaded", help="HF transformers with its offloaded cache, where it can run the model; needs "
+        "transformers, torch and accelerate.")] = False,
+    prompt_tokens: Annotated[int, typer.Option(
+        min=64, max=1 << 24, metavar="N", help="Tokens of the prompt, about; the contexts are as large as needed.")]
+    = 2048,
+    decode_tokens: Annotated[int, typer.Option(min=2, max=1 << 20, metavar="N", help="Tokens to generate.")] = 64,
+    prompt_file: Annotated[Path | None, typer.Option(
+        metavar="FILE", help="The text to read; without it, a text that comes with kvs.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, max=1000, metavar="R", help="Times that every engine is asked.")] = 3,
+) -> None:
+    """Kvs and other engines on the same model, asked in turn: medians, and how many times as fast kvs is.
+
+    kvs bench compare -m model.gguf --against-command 'llama-server -m {model} --port {port} -c {context}' --output out
+    """
+    from kvs_cli.bench.compare import CompareSettings, run_compare, table
+    from kvs_cli.open_model import open_model
+    from kvs_cli.render import Screen, write_text
+
+    parsed = _settings(ctx.args, "serve", _OF_COMPARE)
+    if not (against or against_command or against_offloaded):
+        raise SettingsError("nothing to compare with; give --against, --against-command or --against-offloaded")
+    settings = engine_settings(parsed.values)
+    text = _prompt(prompt_file)
+    model = open_model(settings.model, Screen())
+    engines = run_compare(CompareSettings(
+        ctx.args, None if model.file.synthetic and not model.file.path.exists() else model.file.path, model.tokenizer,
+        text, prompt_tokens, decode_tokens, rounds, output, addresses=against or (), commands=against_command or (),
+        offloaded=against_offloaded, api_key=os.environ.get("OPENAI_API_KEY", ""),
+    ))
+    write_text("\n".join(table(engines)) + "\n")
+    failed = [engine for engine in engines if engine.error]
+    if failed:
+        raise SettingsError(f"{failed[0].name}: {failed[0].error}")
+
+
 @app.command()
 def plot(folder: Annotated[Path, typer.Argument(metavar="DIR", help="The output of a sweep.")]) -> None:
     """Draw the plots and write the summary of a sweep again, from its CSV."""
@@ -99,20 +148,21 @@ def plot(folder: Annotated[Path, typer.Argument(metavar="DIR", help="The output 
     write_report(folder, read_csv(folder / "sweep.csv"))
 
 
-def _settings(arguments: Sequence[str]) -> Parsed:
-    """The settings of ``kvs run`` among the arguments. SettingsError for a flag that would do nothing here."""
-    parsed = parse(arguments, os.environ, "run")
+def _settings(arguments: Sequence[str], command: Command, own: Mapping[str, str]) -> Parsed:
+    """The settings of ``command`` among the arguments, which are for kvs as it is measured. SettingsError for a flag
+    that would do nothing here, or that has another in its place (``own``)."""
+    parsed = parse(arguments, os.environ, command)
     for argument in arguments:
-        setting = BY_FLAG.get(argument.partition("=")[0].replace("_", "-"))
-        if setting is None or not argument.startswith("-"):
+        flag = argument.partition("=")[0]
+        setting = BY_FLAG.get(flag.replace("_", "-") if flag.startswith("--") else flag)
+        if setting is None:
             continue
-        if setting.key in _OWN:
-            raise SettingsError(f"{argument.partition('=')[0]}: a sweep has {_OWN[setting.key]} for that")
+        if setting.key in own:
+            raise SettingsError(f"{flag}: this command has {own[setting.key]} for that")
         if setting.group not in _USED:
-            raise SettingsError(f"{argument.partition('=')[0]}: has no effect on a sweep, whose text is greedy; "
-                                "leave it out")
+            raise SettingsError(f"{flag}: has no effect on a measurement, whose text is greedy; leave it out")
     if parsed.positionals:
-        raise SettingsError(f"{parsed.positionals[0]}: kvs bench sweep takes flags alone; a prompt is --prompt-file")
+        raise SettingsError(f"{parsed.positionals[0]}: is no flag; a prompt is given with --prompt-file")
     for notice in parsed.notices:
         print(notice, file=sys.stderr)
     configure_logging(logging_settings(parsed.values))
@@ -133,3 +183,6 @@ def _end_of(rows: Sequence[object]) -> None:
     failed = sum(1 for row in rows if isinstance(row, dict) and row.get("error"))
     if failed == len(rows) and rows:
         raise SettingsError(f"all {failed} points failed; summary.md and the logs say why")
+
+
+bench_quality.register(app)

@@ -30,9 +30,9 @@ TextFile = Annotated[
 
 def register(app: typer.Typer) -> None:
     """Add the three commands to ``kvs bench``."""
-    app.command("needle", context_settings=_CONTEXT, epilog=_EPILOG)(needle)
-    app.command("perplexity", context_settings=_CONTEXT, epilog=_EPILOG)(perplexity)
-    app.command("equivalence", context_settings=_CONTEXT, epilog=_EPILOG)(equivalence)
+    for command in (needle, perplexity, equivalence):
+        paragraphs = [" ".join(part.split()) for part in (command.__doc__ or "").split("\n\n")]
+        app.command(context_settings=_CONTEXT, epilog=_EPILOG, help="\n\n".join(paragraphs))(command)
 
 
 def needle(

@@ -124,7 +124,7 @@ def _setup(
     drafting = Drafting.of(settings.speculative.types)
     drafting.check(model.spec)
     held = held_on_host(free_bytes) if device.is_host else held_on_cuda
-    weights = held_weights(model.file, model.spec, held, nextn=drafting.nextn)
+    weights = held_weights(model.file, model.spec, held, nextn=drafting.nextn, table=device.is_host)
     budget = plan_budget(
         model.spec, settings.context, kv, free_bytes=max(0, free_bytes - weights.size_bytes),
         device=BudgetDevice.of(device), drafting=drafting,

@@ -174,7 +174,7 @@ def run_equivalence(bench: Bench, plan: Plan, text_file: Path | None) -> None:
     """Run it, write what is found and say so on stdout. Raises ``KvsError``, also if a bit differs."""
     others, left_out = _others(bench, plan)
     context_tokens = bench.context_of(plan.tokens, "--prompt-tokens")
-    text = bench.tokens_of(text_file, plan.tokens, "--prompt-tokens")
+    text = bench.tokens_of(text_file, plan.tokens, plan.tokens, "--prompt-tokens")
     tokens = [*bench.start_tokens, *text][: plan.tokens]
     n_vocab = bench.model.spec.n_vocab
     _check_room(plan.tokens * n_vocab * 4)
@@ -188,7 +188,7 @@ def run_equivalence(bench: Bench, plan: Plan, text_file: Path | None) -> None:
         with bench.engine(context_tokens, resident) as engine:
             device = engine.device_name
             comparison.record(engine)
-            pools = [] if arenas else _pools(engine)
+            pools = [kv.pool_mib * MIB] if kv.pool_mib else [] if arenas else _pools(engine, plan.tokens)
         rows = [comparison.with_memory(arena_mib=arena_mib) for arena_mib in arenas]
         rows += [comparison.with_memory(pool_bytes=pool_bytes) for pool_bytes in pools]
         if device == CPU and CPU in others:
@@ -227,10 +227,11 @@ def _others(bench: Bench, plan: Plan) -> tuple[list[str], dict[str, str]]:
     return found, left_out
 
 
-def _pools(engine: Engine) -> list[int]:
-    """Pools in bytes between the least that runs this context and the one that holds it."""
-    need = pool_need(engine.geometry, engine.kv_layers, engine.context, ResidencyMode.ADAPTIVE)
-    slots = [need.least_slots + (need.all_slots - need.least_slots) * part // _POOLS for part in range(_POOLS)]
+def _pools(engine: Engine, tokens: int) -> list[int]:
+    """Pools in bytes between the least that runs this context and the one that holds so many tokens."""
+    least = pool_need(engine.geometry, engine.kv_layers, engine.context, ResidencyMode.ADAPTIVE).least_slots
+    every = max(least, engine.kv_layers * engine.geometry.pages_of(tokens))
+    slots = [least + (every - least) * part // _POOLS for part in range(_POOLS)]
     return [count * engine.geometry.page_bytes for count in dict.fromkeys(slots)]
 
 

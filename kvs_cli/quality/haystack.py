@@ -39,8 +39,8 @@ class Fact:
 
     @property
     def statement(self) -> str:
-        """Begins with a space, as it stands behind another sentence."""
-        return f" The secret number of the {self.name} is {self.number}."
+        """The sentence."""
+        return f"The secret number of the {self.name} is {self.number}."
 
     @property
     def question(self) -> str:
@@ -86,28 +86,35 @@ class Haystack:
         self._tokens = tokens
         self._start = list(start_tokens)
         pieces = [tokenizer.token_bytes(token) for token in tokens]
-        self._gaps = [
-            at + 1 for at in range(len(tokens) - 1)
-            if pieces[at].endswith(_END) and pieces[at + 1][:1] in (b" ", b"\n")
-        ]   # a sentence ends there, and what follows begins with a space
+        # Where a fact may stand: as a line of its own before a line, or behind a sentence.
+        self._lines = {at for at in range(1, len(tokens)) if pieces[at - 1].endswith(b"\n")}
+        sentences = {
+            at for at in range(1, len(tokens)) if pieces[at - 1].endswith(_END) and pieces[at][:1] in (b" ", b"\n")
+        }
+        self._gaps = sorted(self._lines | sentences)
 
     def prompt(self, length: int, depth_pct: int, facts: int, seed: int) -> Prompt:
         """A prompt of exactly ``length`` tokens with the fact at ``depth_pct`` percent of its text, or as near to that
-        as sentences end. Raises ``SettingsError`` if the facts alone take more, or the text is too short."""
+        as lines or sentences end. Raises ``SettingsError`` if the facts alone take more, or the text is too short."""
         random = Random(seed)
         hidden = draw_facts(facts, random)
         question = self._encode(hidden[0].question)
-        stated = [self._encode(fact.statement) for fact in hidden]
-        room = length - len(self._start) - len(question) - sum(map(len, stated))
+        stated = [self._encode(" " + fact.statement) for fact in hidden]
+        on_lines = [self._encode(fact.statement + "\n") for fact in hidden]
+        most, least = (
+            sum(choose(map(len, forms)) for forms in zip(stated, on_lines, strict=True)) for choose in (max, min)
+        )
+        room = length - len(self._start) - len(question) - most   # and up to most - least more
         if room < length // 2:
             raise SettingsError(
                 f"--lengths {length}: {facts} facts and a question take {length - room} tokens of it; use at least "
                 f"{2 * (length - room)}, or fewer --facts"
             )
-        if room > len(self._tokens):
-            raise SettingsError(f"--lengths {length}: the text has {len(self._tokens)} tokens, {room} are needed; "
+        spare = len(self._tokens) - (room + most - least)
+        if spare < 0:
+            raise SettingsError(f"--lengths {length}: the text has {len(self._tokens)} tokens, {-spare} too few; "
                                 "give a longer --text-file or lower --lengths")
-        first = random.randrange(len(self._tokens) - room + 1)
+        first = random.randrange(spare + 1)
         places = [first + depth_pct / 100 * room, *(random.uniform(first, first + room) for _ in hidden[1:])]
         order = sorted((self._gap(place, first, first + room), number) for number, place in enumerate(places))
         made = list(self._start)
@@ -117,15 +124,15 @@ class Haystack:
             at = gap
             if number == 0:
                 fact_token = len(made)
-            made += stated[number]
-        made += self._tokens[at : first + room]
-        return Prompt(tuple(made + question), fact_token, hidden[0])
+            made += on_lines[number] if gap == first or gap in self._lines else stated[number]
+        made += self._tokens[at : at + length - len(made) - len(question)]
+        return Prompt((*made, *question), fact_token, hidden[0])
 
     def _gap(self, place: float, first: int, last: int) -> int:
-        """The place nearest to ``place`` in [first, last] where a sentence may be put; an end if there is none."""
+        """The place nearest to ``place`` in [first, last] where a fact may stand: the start is always one."""
         at = bisect_left(self._gaps, place)
-        near = [gap for gap in self._gaps[max(0, at - 1) : at + 1] if first <= gap <= last] or [first, last]
-        return min(near, key=lambda gap: abs(gap - place))
+        near = [gap for gap in self._gaps[max(0, at - 1) : at + 1] if first <= gap <= last]
+        return min([first, *near], key=lambda gap: abs(gap - place))
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import isnan, nan
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ def draw_heat_map(summary: Mapping[str, Any], path: Path) -> None:
     lengths = sorted({cell["length"] for cell in cells})
     depths = sorted({cell["depth_pct"] for cell in cells})
     share = {(cell["depth_pct"], cell["length"]): 100 * cell["found"] / cell["prompts"] for cell in cells}
-    table = [[share[depth, length] for length in lengths] for depth in depths]
+    table = [[share.get((depth, length), nan) for length in lengths] for depth in depths]   # nan stays white
 
     figure = Figure(figsize=(max(5.5, 2.5 + 0.75 * len(lengths)), max(3.2, 1.7 + 0.42 * len(depths))), dpi=150,
                     layout="constrained")
@@ -33,6 +34,8 @@ def draw_heat_map(summary: Mapping[str, Any], path: Path) -> None:
         for y, row in enumerate(table):
             for x, value in enumerate(row):
                 colour = "black" if value > 55 else "white"
+                if isnan(value):
+                    continue
                 axes.text(x, y, f"{value:.0f}", ha="center", va="center", color=colour, fontsize=8)
     note = " (synthetic: random weights)" if summary["synthetic"] else ""
     axes.set_title(

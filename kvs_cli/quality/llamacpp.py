@@ -70,6 +70,10 @@ class _Server:
         params.fit_params = params.warmup = params.ui = False
         params.port = 0        # any that is free, on this machine alone
         params.verbosity = -1
+        # What it "generates" has to be whole characters, or it answers without probabilities: a plain token is forced.
+        # They are those of the logits, before any bias.
+        decoded = ((token, bench.model.tokenizer.token_bytes(token)) for token in range(bench.model.spec.n_vocab))
+        self._bias = [[next((token for token, piece in decoded if piece.isalpha() and piece.isascii()), 0), 1_000.0]]
         types = xllamacpp.ggml_type
         params.cache_type_k = getattr(types, f"GGML_TYPE_{kv.type_k.upper()}")
         params.cache_type_v = getattr(types, f"GGML_TYPE_{kv.type_v.upper()}")
@@ -86,7 +90,7 @@ class _Server:
         """Id and log-probability of everything that can follow."""
         answer = self._server.handle_completions({
             "prompt": list(tokens), "n_predict": 1, "n_probs": n_vocab, "cache_prompt": True, "temperature": 1.0,
-            "samplers": [],
+            "samplers": [], "logit_bias": self._bias,
         })
         found = json.loads(answer) if isinstance(answer, str) else answer
         try:

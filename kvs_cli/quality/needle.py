@@ -24,6 +24,7 @@ from kvs_core.units import MIB, Progress
 
 LOGGER = logging.getLogger(__name__)
 
+_LEAST_TEXT = 32_768
 MORE_TOKENS = 3
 """Of an answer, beside those of its number: a space before it and what ends it."""
 
@@ -46,21 +47,32 @@ class NeedleGrid:
 
 
 def run_needle(bench: Bench, grid: NeedleGrid, text_file: Path | None) -> None:
-    """Run it, write what is found and say so on stdout. Raises ``KvsError``."""
+    """Run it, write what is found and say so on stdout. Raises ``KvsError``.
+
+    After Ctrl-C what was found until then is written, and ``KeyboardInterrupt`` goes on.
+    """
     start_tokens = bench.start_tokens
     context_tokens = bench.context_of(max(grid.lengths) + _answer_tokens(bench), "--lengths")
-    haystack = Haystack(bench.model.tokenizer, bench.tokens_of(text_file, min(grid.lengths), "--lengths"), start_tokens)
-    prompts = [haystack.prompt(length, depth, grid.facts, hash_of(grid.seed, length, depth, number))
+    # More text than one prompt takes, since each begins somewhere else; not all of it, since that takes seconds.
+    text = bench.tokens_of(text_file, 1, max(4 * max(grid.lengths), _LEAST_TEXT), "--lengths")
+    haystack = Haystack(bench.model.tokenizer, text, start_tokens)
+    prompts = [haystack.prompt(length, depth, grid.facts, seed_of(grid.seed, length, depth, number))
                for length, depth, number in grid.prompts]
     rows: list[dict[str, Any]] = []
+    interrupted = False
     with bench.engine(context_tokens) as engine, bench.screen.stage("looking for needles", "tokens") as progress:
         session = Session(engine)
         done, total = 0, sum(len(prompt.tokens) for prompt in prompts)
-        for (length, depth, number), prompt in zip(grid.prompts, prompts, strict=True):
-            asked = _ask(bench, session, prompt, _shifted(progress, done, total))
-            rows.append({"length": length, "depth_pct": depth, "repeat": number + 1, **asked})
-            done += len(prompt.tokens)
-        summary = _summary(bench, grid, rows, engine)
+        try:
+            for (length, depth, number), prompt in zip(grid.prompts, prompts, strict=True):
+                asked = _ask(bench, session, prompt, _shifted(progress, done, total))
+                rows.append({"length": length, "depth_pct": depth, "repeat": number + 1, **asked})
+                done += len(prompt.tokens)
+        except KeyboardInterrupt:
+            if not rows:
+                raise
+            interrupted = True
+        summary = {**_summary(bench, grid, rows, engine), "interrupted": interrupted}
     picture = None if bench.output is None else _draw(summary, bench.output / "needle.png")
     bench.write(summary, rows)
     if not bench.json:
@@ -69,9 +81,11 @@ def run_needle(bench: Bench, grid: NeedleGrid, text_file: Path | None) -> None:
             print(summary_line(summary))
     if picture is not None:
         LOGGER.info("%s", picture)
+    if interrupted:
+        raise KeyboardInterrupt
 
 
-def hash_of(seed: int, length: int, depth: int, number: int) -> int:
+def seed_of(seed: int, length: int, depth: int, number: int) -> int:
     """A seed for one prompt, the same whatever else is asked."""
     return ((seed * 1_000_003 + length) * 1_000_003 + depth) * 1_000_003 + number
 
@@ -126,10 +140,12 @@ def _ask(bench: Bench, session: Session, prompt: Prompt, progress: Progress) -> 
 
 
 def _summary(bench: Bench, grid: NeedleGrid, rows: Sequence[dict[str, Any]], engine: Engine) -> dict[str, Any]:
+    asked: dict[tuple[int, int], list[bool]] = {}
+    for row in rows:
+        asked.setdefault((row["length"], row["depth_pct"]), []).append(row["found"])
     cells = [
-        {"length": length, "depth_pct": depth, "prompts": grid.repeats,
-         "found": sum(row["found"] for row in rows if (row["length"], row["depth_pct"]) == (length, depth))}
-        for length in grid.lengths for depth in grid.depths
+        {"length": length, "depth_pct": depth, "prompts": len(found), "found": sum(found)}
+        for (length, depth), found in asked.items()
     ]
     return {
         **bench.facts(),
@@ -139,6 +155,7 @@ def _summary(bench: Bench, grid: NeedleGrid, rows: Sequence[dict[str, Any]], eng
         "seed": grid.seed,
         "prompts": len(rows),
         "found": sum(row["found"] for row in rows),
+        "h2d_mib": engine.report().h2d_bytes / MIB,
         "most_streamed_share": max(
             row["streamed_pages_per_step"] / max(1, row["active_pages"]) for row in rows
         ),
@@ -147,12 +164,14 @@ def _summary(bench: Bench, grid: NeedleGrid, rows: Sequence[dict[str, Any]], eng
 
 
 def table_text(cells: Sequence[dict[str, Any]], lengths: Sequence[int], depths: Sequence[int]) -> str:
-    """The shares as lines of text, a row per depth and a column per length."""
-    share = {(cell["length"], cell["depth_pct"]): 100 * cell["found"] / cell["prompts"] for cell in cells}
+    """The shares as lines of text, a row per depth and a column per length; - where nothing was asked."""
+    share = {
+        (cell["length"], cell["depth_pct"]): f"{100 * cell['found'] / cell['prompts']:.0f} %" for cell in cells
+    }
     width = max(7, *(len(f"{length:,}") + 2 for length in lengths))
     lines = ["depth \\ tokens" + "".join(f"{length:>{width},}" for length in lengths)]
     for depth in depths:
-        lines.append(f"{depth:>12} %" + "".join(f"{share[length, depth]:>{width - 2}.0f} %" for length in lengths))
+        lines.append(f"{depth:>12} %" + "".join(f"{share.get((length, depth), '-'):>{width}}" for length in lengths))
     return "\n".join(lines)
 
 

@@ -125,7 +125,10 @@ class Score:
 
 
 def run_perplexity(bench: Bench, most_tokens: int, stride: int | None, text_file: Path | None) -> None:
-    """Run it, write what is found and say so on stdout. Raises ``KvsError``."""
+    """Run it, write what is found and say so on stdout. Raises ``KvsError``.
+
+    After Ctrl-C the windows that were read until then are written, and ``KeyboardInterrupt`` goes on.
+    """
     between(most_tokens, 1, 1 << 27, "--tokens")
     start = bench.start_tokens
     asked = bench.settings.context.ctx_size or min(DEFAULT_WINDOW, bench.model.spec.n_ctx_train)
@@ -134,21 +137,25 @@ def run_perplexity(bench: Bench, most_tokens: int, stride: int | None, text_file
     if stride is None:
         stride = max(1, room // 2)
     between(stride, 1, room, "--stride")
-    text = bench.tokens_of(text_file, 2, "--tokens")[: most_tokens + 1]
+    text = bench.tokens_of(text_file, 2, most_tokens + 1, "--tokens")
     plan = list(windows(len(text), room, stride))
     read = [0, *accumulate(window.last - window.first for window in plan)]
     nats: list[np.ndarray] = []
     rows: list[dict[str, Any]] = []
     with bench.engine(window_tokens) as engine, bench.screen.stage("reading the text", "tokens") as progress:
-        for number, window in enumerate(plan):
-            nats.append(score_window(engine, start, text, window))
-            score = Score(nats[-1], _bytes_of(bench, text[window.scored : window.last]))
-            so_far = Score(np.concatenate(nats), _bytes_of(bench, text[1 : window.last]))
-            rows.append({
-                "window": number + 1, "first_token": window.first, "scored_from": window.scored, **score.as_json(),
-                "perplexity_so_far": so_far.as_json()["perplexity"],
-            })
-            progress(read[number + 1], read[-1])
+        try:
+            for number, window in enumerate(plan):
+                nats.append(score_window(engine, start, text, window))
+                score = Score(nats[-1], _bytes_of(bench, text[window.scored : window.last]))
+                so_far = Score(np.concatenate(nats), _bytes_of(bench, text[1 : window.last]))
+                rows.append({
+                    "window": number + 1, "first_token": window.first, "scored_from": window.scored, **score.as_json(),
+                    "perplexity_so_far": so_far.as_json()["perplexity"],
+                })
+                progress(read[number + 1], read[-1])
+        except KeyboardInterrupt:
+            if not rows:
+                raise
         report = engine.report()
         summary = {
             **bench.facts(),
@@ -157,8 +164,9 @@ def run_perplexity(bench: Bench, most_tokens: int, stride: int | None, text_file
             "arena_mib": report.arena_bytes / MIB,
             "window_tokens": window_tokens,
             "stride_tokens": stride,
-            "windows": len(plan),
-            "read_tokens": read[-1],
+            "windows": len(rows),
+            "read_tokens": read[len(rows)],
+            "interrupted": len(rows) < len(plan),
             "h2d_mib": report.h2d_bytes / MIB,
             **so_far.as_json(),
         }
@@ -166,6 +174,8 @@ def run_perplexity(bench: Bench, most_tokens: int, stride: int | None, text_file
     if not bench.json:
         with writing():
             print(summary_text(summary))
+    if summary["interrupted"]:
+        raise KeyboardInterrupt
 
 
 def summary_text(summary: dict[str, Any]) -> str:

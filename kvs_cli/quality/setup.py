@@ -30,6 +30,8 @@ from kvs_core.settings.typed import engine_settings, logging_settings
 LOGGER = logging.getLogger(__name__)
 
 MOST_NUMBERS = 1_000
+_CHARS_PER_TOKEN = 6
+_CUT_TOKENS = 64   # at the end of a text that was cut, the tokens may be others than those of the whole
 _ACTIONS = ("help_all", "version", "completion_bash", "list_devices", "cache_list")
 _USED = frozenset((
     Group.GENERAL, Group.MODEL, Group.CONTEXT, Group.KV, Group.DEVICE, Group.ROPE, Group.LOGGING, Group.THREADS,
@@ -119,10 +121,22 @@ class Bench:
         if self.json:
             print_json(result)
 
-    def tokens_of(self, path: Path | None, needed: int, flag: str) -> list[int]:
-        """At least ``needed`` tokens of a text file, by default of the benchmark text. Raises ``SettingsError``."""
+    def tokens_of(self, path: Path | None, needed: int, most: int, flag: str) -> list[int]:
+        """The first ``most`` tokens of a text file, by default of the benchmark text; fewer if that is all of it.
+
+        Raises ``SettingsError`` if there are less than ``needed``.
+        """
         text = benchmark_text() if path is None else read_text_file(path, "--text-file")
-        tokens = self.model.tokenizer.encode(text, add_special=False, parse_special=False)
+        chars = _CHARS_PER_TOKEN * most
+        while True:
+            tokens = self.model.tokenizer.encode(text[:chars], add_special=False, parse_special=False)
+            if chars >= len(text):
+                break
+            tokens = tokens[:-_CUT_TOKENS]
+            if len(tokens) >= most:
+                break
+            chars *= 2
+        tokens = tokens[:most]
         if len(tokens) < needed:
             name = "the benchmark text" if path is None else str(path)
             advice = f"give a longer --text-file or lower {flag}"

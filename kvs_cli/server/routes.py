@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -79,12 +80,8 @@ async def _slots(service: Service, request: Request) -> Response:
 async def _metrics(service: Service, request: Request) -> Response:
     if not service.settings.metrics:
         raise _not_supported("start the server with --metrics for GET /metrics")
-    text = service.room.metrics.text(
-        processing=int(service.room.view.processing), waiting=service.queue.waiting, kv=service.room.report,
-        link_bytes_per_s=service.room.conversation.session.engine.link_bytes_per_s,
-    )
     headers = {"Process-Start-Time-Unix": str(service.created)}
-    return Response(text, headers=headers, media_type="text/plain; version=0.0.4")
+    return Response(generate_latest(service.registry), headers=headers, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
 async def _live(service: Service, request: Request) -> Response:

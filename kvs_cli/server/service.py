@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
+from prometheus_client import CollectorRegistry
 from starlette.responses import Response
 
 from kvs_cli.open_model import OpenModel
@@ -18,6 +19,7 @@ from kvs_cli.server.errors import ApiError, api_error
 from kvs_cli.server.generation import Event, Failed, Finished, Generation, Piece, Room, Task
 from kvs_cli.server.http import Client, EventStream, JsonReply
 from kvs_cli.server.jobs import Cancelled, Job, JobQueue
+from kvs_cli.server.metrics import MetricsCollector, Present
 from kvs_cli.server.options import Defaults, Options
 from kvs_cli.server.prompts import PromptReader
 from kvs_cli.server.replies import Format, Names, Whole
@@ -46,7 +48,11 @@ class Service:
     queue: JobQueue
     threads: ThreadPoolExecutor
     created: int = field(default_factory=lambda: int(time.time()))
+    registry: CollectorRegistry = field(default_factory=CollectorRegistry)   # not the global one: one per server
     _ids: itertools.count[int] = field(default_factory=itertools.count)
+
+    def __post_init__(self) -> None:
+        self.registry.register(MetricsCollector(self.room.metrics, self._present))
 
     async def off_loop(self, work: Callable[..., T], *args: object) -> T:
         """The outcome of ``work``, done in a thread: what takes long must not keep other requests waiting."""
@@ -117,6 +123,16 @@ class Service:
         if isinstance(outcome, Failed):
             raise outcome.error
         return outcome
+
+    def _present(self) -> Present:
+        conversation = self.room.conversation
+        return Present(
+            processing=self.room.view.processing,
+            waiting=self.queue.waiting,
+            kv=self.room.report,
+            link_bytes_per_s=conversation.session.engine.link_bytes_per_s,
+            parked=conversation.parked_totals,
+        )
 
     async def _whole(self, client: Client, job: Job[Event]) -> Whole:
         pieces: list[Piece] = []

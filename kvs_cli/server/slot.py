@@ -24,9 +24,18 @@ _RESERVED = '/\\:*?"<>|'
 _LONGEST_NAME = 200
 
 
+@dataclass(frozen=True, slots=True)
+class ParkedTotals:
+    """How many conversations are set aside, and the host memory that they hold."""
+
+    conversations: int
+    size_bytes: int
+
+
 class Conversation:
     """Tokens that stay with the engine from one request to the next, and conversations that take turns with them. For
-    the engine's thread alone.
+    the engine's thread alone, but for ``parked_totals``: other threads must not reach into ``parked``, for what they
+    hold on to would not be given back when memory ends.
 
     A prompt goes on with the conversation that gives it the most tokens, the one in hand or one set aside. If it parts
     from that one, see ``parts_from``, it begins with a copy of what they share, and that one stays whole; so does the
@@ -45,7 +54,13 @@ class Conversation:
         self._model = model
         self._folder = folder
         self.parked = ParkedSessions(0) if parked is None else parked
-        session.engine.reclaim_with(self.parked.drop_oldest)
+        session.engine.reclaim_with(self._reclaim)
+        self._note_parked()
+
+    @property
+    def parked_totals(self) -> ParkedTotals:
+        """Of those that are set aside, as of the last change. From any thread."""
+        return self._parked_totals
 
     def begin(self, prompt: Sequence[int], *, reuse: bool) -> int:
         """Have the session hold what can be kept for ``prompt``, and return how many tokens that is: the rest is to be
@@ -53,6 +68,12 @@ class Conversation:
 
         ``DeviceError`` if the device fails or has no memory; then the session is as it was, or empty.
         """
+        try:
+            return self._begin(prompt, reuse)
+        finally:
+            self._note_parked()
+
+    def _begin(self, prompt: Sequence[int], reuse: bool) -> int:
         session = self.session
         if not reuse:
             if parts_from(session.tokens, prompt, 0) and self._can_set_aside():
@@ -108,6 +129,15 @@ class Conversation:
         LOGGER.info("a conversation of %d tokens is set aside: %d are, in %.0f MiB; %d had to go", len(held.tokens),
                     len(self.parked), self.parked.size_bytes / MIB, gone)  # fmt: skip
         return held
+
+    def _reclaim(self) -> bool:
+        """Give back the memory of one; False if there is none."""
+        dropped = self.parked.drop_oldest()
+        self._note_parked()
+        return dropped
+
+    def _note_parked(self) -> None:
+        self._parked_totals = ParkedTotals(len(self.parked), self.parked.size_bytes)
 
     def erase(self) -> int:
         """Forget the conversation in hand; how many tokens it had."""

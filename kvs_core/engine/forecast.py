@@ -24,9 +24,10 @@ from kvs_core.settings.drafters import SpeculativeSettings
 from kvs_core.settings.rooms import KvSettings
 from kvs_core.speculative.synthetic import rates_of_length
 
-_BALANCE = 16.0
-"""Exponent that joins two times of work side by side: 4.4 % above the longer one where they are equal. Steps of
-Qwen3.5-27B on an H200 are 1.03 to 1.05 times the longer one there, and 1.00 where one of them is small."""
+_BALANCE = 5.0
+"""Exponent that joins two times of work side by side: 15 % above the longer one where they are equal, 6 % where one is
+0.8 of the other, 0.6 % at a half. Steps of Qwen3.5-27B on an H200 were 4 to 18 % above it at 86 to 96 Ki tokens, where
+the two are between 0.7 and 1 of each other, and at most 1.5 % beyond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,8 @@ class Rates:
     attention_row          what a further row adds, as a part of the first
     layer_s                of a layer, beside its bytes
     least_attention_s      of an attention layer, however short its context
-    run_s, copy_s          of a streamed run: its own attention call and fold; its copy, beside its bytes
+    run_s, run_rows_s      of a streamed run: its own attention call and fold; more, if there are several rows
+    copy_s                 of the same, its copy beside its bytes
     round_s, plan_s        of the host, per round: sampling, bookkeeping; and per streamed run of its plan
     draft_s                of the host, per drafted row: its guess comes back before the next row begins
     """
@@ -53,6 +55,7 @@ class Rates:
     layer_s: float
     least_attention_s: float
     run_s: float
+    run_rows_s: float
     copy_s: float
     round_s: float
     plan_s: float
@@ -85,17 +88,21 @@ IN_FILE = "in the file"
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Bytes of matrices that a step reads, by the form in which they are held on the device."""
+    """Bytes of matrices that a step reads, by the form in which they are held on the device.
+
+    table_bytes  of device memory, of the token table: a step reads a row of it per token
+    """
 
     trunk: Mapping[str, int]
     head: Mapping[str, int]
     nextn: Mapping[str, int]
+    table_bytes: int = 0
 
     @property
     def size_bytes(self) -> int:
         """Device memory of all of them."""
         parts = (self.trunk, self.head, self.nextn)
-        return sum(size for part in parts for name, size in part.items() if name != IN_FILE)
+        return self.table_bytes + sum(size for part in parts for name, size in part.items() if name != IN_FILE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +254,7 @@ def _kernels_s(setup: Setup, rates: Rates, tokens: int, rows: int, runs: int) ->
         sum(rates.multiply_s(part, rows) for part in (weights.trunk, weights.head, weights.nextn))
         + (setup.layers + setup.favoured) * rates.layer_s
         + setup.kv_layers * rates.attend_s(kv_bytes, rows)
-        + runs * rates.run_s
+        + runs * (rates.run_s + (rates.run_rows_s if rows > 1 else 0.0))
     )
 
 
@@ -264,11 +271,8 @@ def _draft_s(setup: Setup, rates: Rates, tokens: int, placement: Placement, kind
         parts, layers = (weights.trunk, weights.head), setup.layers
         cuts = cuts[: setup.trunk_kv_layers]
         streamed_s = 0.0
-        head = setup.head_pages * geometry.page_tokens
-        attention_s = sum(
-            rates.attend_s(geometry.token_bytes * max(0, tokens - cut * geometry.page_tokens + min(head, cut)), 1)
-            for cut in cuts
-        )
+        away = [geometry.page_tokens * (cut - min(setup.head_pages, cut)) for cut in cuts]
+        attention_s = sum(rates.attend_s(geometry.token_bytes * max(0, tokens - each), 1) for each in away)
     multiply_s = sum(rates.multiply_s(part, 1) for part in parts)
     return max(multiply_s + layers * rates.layer_s + attention_s, streamed_s) + rates.draft_s
 

@@ -22,22 +22,28 @@ Held = Callable[[TensorInfo], tuple[str, int]]
 """The name of the form in which a matrix is held, and its bytes."""
 
 
-def held_weights(file: GgufFile, spec: ModelSpec, held: Held, *, nextn: bool) -> Weights:
+def held_weights(file: GgufFile, spec: ModelSpec, held: Held, *, nextn: bool, table: bool = False) -> Weights:
     """What a step reads. Matrices are the tensors of two dimensions, but for the taps of convolutions.
 
-    nextn  with the MTP block; the token table is read a row at a time and counts only where it is the head too
+    nextn  with the MTP block
+    table  the token table is held in device memory even if it is not the head
     """
+    table_bytes = 0
     trunk: Counter[str] = Counter()
     head: Counter[str] = Counter()
     block: Counter[str] = Counter()
     for info in _matrices(file, spec, nextn):
+        if info.name == "token_embd.weight" and "output.weight" in file.tensors:
+            name, size = held(info) if table else ("", 0)
+            table_bytes = 0 if name == IN_FILE else size
+            continue
         if info.name in ("output.weight", "token_embd.weight"):
             part = head
         else:
             part = block if _layer(info.name) >= spec.n_layer else trunk
         name, size = held(info)
         part[name] += size
-    return Weights(dict(trunk), dict(head), dict(block))
+    return Weights(dict(trunk), dict(head), dict(block), table_bytes)
 
 
 def held_on_cuda(info: TensorInfo) -> tuple[str, int]:
@@ -67,8 +73,6 @@ def held_on_host(free_bytes: int) -> Held:
 def _matrices(file: GgufFile, spec: ModelSpec, nextn: bool) -> Iterable[TensorInfo]:
     for info in file.tensors.values():
         if len(info.shape) != 2 or info.name.endswith("conv1d.weight") or info.name.endswith("embed_tokens.weight"):
-            continue
-        if info.name == "token_embd.weight" and "output.weight" in file.tensors:
             continue
         if _layer(info.name) < spec.n_layer or nextn:
             yield info

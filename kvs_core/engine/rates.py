@@ -95,7 +95,8 @@ _ATTENTION_SHARE = 0.96       # from 64 to 256 Ki, all pages resident
 _ATTENTION_ROW = 0.18
 _LAYER_S = 18e-6              # of models of 64 and of 12 layers
 _LEAST_ATTENTION_S = 15e-6    # below some 32 Ki tokens
-_RUN_S = 9.5e-6               # the same launches without copies, less all pages resident, at 128 and 256 Ki
+_RUN_S = 10e-6                # the same launches without copies, less all pages resident, at 90, 128 and 256 Ki
+_RUN_ROWS_S = 12e-6           # likewise, of 2 and 4 rows at 86 to 92 Ki
 _COPY_S = 7.5e-6              # streamed steps less bytes / link, likewise
 _ROUND_S = 0.25e-3
 _PLAN_S = 4e-6
@@ -134,6 +135,7 @@ def gpu_rates(numbers: Numbers) -> Rates:
         layer_s=_LAYER_S,
         least_attention_s=_LEAST_ATTENTION_S,
         run_s=_RUN_S,
+        run_rows_s=_RUN_ROWS_S,
         copy_s=_COPY_S,
         round_s=_ROUND_S,
         plan_s=_PLAN_S,
@@ -218,6 +220,7 @@ def host_rates(numbers: Numbers) -> Rates:
         layer_s=numbers["layer"],
         least_attention_s=0.0,
         run_s=0.0,
+        run_rows_s=0.0,
         copy_s=0.0,
         round_s=0.0,
         plan_s=0.0,

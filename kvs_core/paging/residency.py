@@ -99,6 +99,7 @@ class Observation:
     pool_slots     slots of the KV pool in this phase
     gap_s          longest time inside a step in which attention consumed nothing; 0 until measured
     starved        attention waited while the link was idle for lack of a slot
+    in_vain        what starvation added to the ring has not helped
     """
 
     pages: int
@@ -106,6 +107,7 @@ class Observation:
     pool_slots: int
     gap_s: float = 0.0
     starved: bool = False
+    in_vain: bool = False
 
 
 def least_pool_slots(
@@ -165,12 +167,15 @@ def _wanted_ring(config: ResidencyConfig, state: ResidencyState, bonus: int, see
 
 
 def _feedback(config: ResidencyConfig, state: ResidencyState, seen: Observation, most_ring: int) -> ResidencyState:
-    """Starvation grows a ring below ``most_ring`` by a run, long ease takes one back; not within the cool-down."""
+    """Starvation grows a ring below ``most_ring`` by a run; long ease takes one back, or that it was in vain. Not
+    within the cool-down."""
     since = state.steps_since_change + 1
     calm = 0 if seen.starved else state.calm_steps + 1
     bonus, run = state.ring_bonus, config.run_pages_in(state.ring_slots)
     if since >= _COOL_DOWN_STEPS:
-        if seen.starved and state.ring_slots < most_ring:
+        if seen.in_vain:
+            bonus = max(0, bonus - run)
+        elif seen.starved and state.ring_slots < most_ring:
             bonus += run
         elif calm >= _EASE_STEPS and bonus > 0:
             bonus, calm = max(0, bonus - run), 0

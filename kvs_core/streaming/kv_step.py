@@ -11,6 +11,7 @@ from kvs_core.device.base import Buffer, Device
 from kvs_core.memory.phases import Phase
 from kvs_core.paging.geometry import PageGeometry
 from kvs_core.streaming.layer_kv import AttentionScratch, LayerKv, LoadedPlan
+from kvs_core.streaming.plans import StepPlans
 from kvs_core.streaming.streamer import Streamer
 
 
@@ -20,18 +21,9 @@ class StepOwner(Protocol):
     geometry: PageGeometry
     layers: int
     streamer: Streamer
-
-    def plan(self, layer: int, rows: int, phase: Phase) -> LoadedPlan: ...
+    plans: StepPlans
 
     def wait_layer(self, layer: int) -> None: ...
-
-    def signature(self, rows: int) -> Hashable: ...
-
-    def draft_plan(self, layer: int) -> LoadedPlan: ...
-
-    def tiles_plan(self, layer: int, scratch_groups: int) -> LoadedPlan: ...
-
-    def draft_signature(self, layers: range) -> Hashable: ...
 
     def settle(self, keep: int) -> None: ...
 
@@ -111,15 +103,17 @@ class KvStep:
         """What attention of a layer reads, in pages that the compute stream has been told to wait for."""
         self._kv.wait_layer(layer)
         if self.tile_scratch:
-            return self._kv.tiles_plan(layer, self._tile_groups)
-        return self._kv.draft_plan(layer) if self._drafting else self._kv.plan(layer, self.rows, self.phase)
+            return self._kv.plans.of_tiles(layer, self._tile_groups)
+        plans = self._kv.plans
+        return plans.of_draft(layer) if self._drafting else plans.of_step(layer, self.rows, self.phase)
 
     def signature(self, layers: range | None = None) -> Hashable:
         """What captured work for this step depends on beside its width: equal signatures move and read the same bytes.
 
         layers  those that a draft runs; without, the step itself. Makes their plans known to the device.
         """
-        return self._kv.signature(self.rows) if layers is None else self._kv.draft_signature(layers)
+        plans = self._kv.plans
+        return plans.signature(self.rows) if layers is None else plans.draft_signature(layers)
 
     def before_launch(self) -> None:
         """Let the compute stream wait for all that a captured step relies on."""

@@ -9,7 +9,7 @@ Leaving the block without ``settle`` (an error, a caller who stops) drops the ro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -22,16 +22,14 @@ from kvs_core.paging.cache import LogicalCache
 from kvs_core.paging.geometry import GROUP_PAGES, PageGeometry
 from kvs_core.paging.residency import Observation, ResidencyConfig, ResidencyState, residency_step
 from kvs_core.paging.slots import PageId, PageTable
-from kvs_core.paging.spans import Chunk, LayerPlan, plan_layer
+from kvs_core.paging.spans import Chunk
 from kvs_core.streaming.history import HostHistory, ParkedHistory
 from kvs_core.streaming.kv_step import KvStep
-from kvs_core.streaming.layer_kv import AttentionScratch, LoadedPlan
-from kvs_core.streaming.pace import Pace
+from kvs_core.streaming.layer_kv import AttentionScratch
+from kvs_core.streaming.pace import Advice, Pace
+from kvs_core.streaming.plans import Lie, StepPlans
 from kvs_core.streaming.publisher import Publisher
 from kvs_core.streaming.streamer import Streamer
-
-DRAFT = -1          # instead of the rows of a decode step: one row that attends to what is resident
-_TILES = -2         # or rows in tiles
 
 _MOST_LENT = 2      # a half of the pool is the most that is lent
 
@@ -95,16 +93,14 @@ class KvStream:
         self._promoted: dict[PageId, Fence] = {}             # resident pages whose bytes are still on their way
         self._pool: Buffer | None = None
         self._scratch = AttentionScratch()
-        self._plans: dict[tuple[int, int], LoadedPlan] = {}   # by layer and rows of a decode step, 0 for prefill
-        self._signatures: dict[Hashable, Hashable] = {}      # of decode steps, by rows, and of drafts, by layers
-        self._bound = 0                                      # changes with the layout
-        self._generation = 0                                 # changes when captured work would move other bytes
+        self.plans = StepPlans(device, self, config.layers)
         self._step: KvStep | None = None
         self._repartitions = 0
         self._scheduled: tuple[tuple[int, ...], int] | None = None
         self._phase = Phase.PREFILL                          # of the last step: a gap of prefill says nothing of decode
         self._gaps = {phase: _Gap() for phase in Phase}
         self._pace = Pace(config.link_bytes_per_s)           # of captured steps
+        self._in_vain = False                                # it says that the ring grew in vain; the policy will hear
 
     # Layout: called at start and by a hand-over, between steps.
 
@@ -112,9 +108,7 @@ class KvStream:
         """Use this pool, uint8 [slots, page_bytes], and this scratch from now on. Resident pages lie in both pools."""
         self._pool = pool
         self._scratch = scratch
-        self._forget_plans()
-        self._bound += 1
-        self._generation += 1
+        self.plans.bind(scratch.group_rows)
         self._table.resize(ring_slots=self._table.ring_slots, pool_slots=pool.shape[0])
 
     def unbind(self) -> None:
@@ -192,6 +186,8 @@ class KvStream:
             self._history.ensure(pages)
             pool_slots = self._table.pool_slots
             decision = self._decide(pool_slots, positions.start, pages, starved=self.streamer.take_starved())
+            if decision.ring_bonus < self._state.ring_bonus or not decision.ring_bonus:
+                self._in_vain = False
             self._apply(decision, pool_slots, pages)
             self.streamer.pump()
         except BaseException:
@@ -223,7 +219,7 @@ class KvStream:
         # Where nothing is resident yet, cuts say that everything is streamed: the policy then takes back what fits.
         cut = tokens // self.geometry.page_tokens // GROUP_PAGES * GROUP_PAGES
         self._state = replace(self._state, cuts=(cut,) * self.layers)
-        self._forget_plans()
+        self.plans.forget()
 
     def room_for(self, layer: int, page: int) -> np.ndarray:
         """The history's memory for a page that ``restore`` is to find there, uint8 [page_bytes]."""
@@ -304,74 +300,18 @@ class KvStream:
         finally:
             self._forget_pages(self.geometry.pages_of(self.cache.committed))
 
-    def plan(self, layer: int, rows: int, phase: Phase) -> LoadedPlan:
-        key = (layer, rows if phase is Phase.DECODE else 0)
-        planned = self._plans.get(key)
-        if planned is None:
-            chunks = list(self._chunks(layer))
-            slots = self._slots(layer)
-            if phase is Phase.DECODE:
-                plan = plan_layer(slots, chunks, scratch_groups=self._scratch.group_rows // rows)
-            else:
-                plan = LayerPlan(slots, tuple(chunks))
-            loaded = self._device.ops.load_plan(layer, rows if phase is Phase.DECODE else 0, plan)
-            planned = self._plans[key] = LoadedPlan(plan, loaded)
-        return planned
-
-    def signature(self, rows: int) -> Hashable:
-        """See ``KvStep.signature``."""
-        known = self._signatures.get(rows)
-        if known is None:
-            plans = [self.plan(layer, rows, Phase.DECODE).plan for layer in range(self.layers)]
-            known = self._signatures[rows] = (self._generation, tuple(plan.shape for plan in plans))
-        return known
-
-    def draft_plan(self, layer: int) -> LoadedPlan:
-        """What one row of a draft attends to: what is resident, and nothing that would have to be waited for."""
-        key = (layer, DRAFT)
-        planned = self._plans.get(key)
-        if planned is None:
-            chunks = [chunk for chunk in self._chunks(layer) if chunk.run is None]
-            plan = plan_layer(self._slots(layer), chunks, scratch_groups=self._scratch.group_rows, partial=True)
-            planned = self._plans[key] = LoadedPlan(plan, self._device.ops.load_plan(layer, DRAFT, plan))
-        return planned
-
-    def tiles_plan(self, layer: int, scratch_groups: int) -> LoadedPlan:
-        """What every tile of a decode step attends to, in calls for scratch of so many groups."""
-        key = (layer, _TILES)
-        planned = self._plans.get(key)
-        if planned is None:
-            plan = plan_layer(self._slots(layer), list(self._chunks(layer)), scratch_groups=scratch_groups)
-            planned = self._plans[key] = LoadedPlan(plan, self._device.ops.load_plan(layer, _TILES, plan))
-        return planned
-
-    def draft_signature(self, layers: range) -> Hashable:
-        """What captured work for a draft row in these layers depends on."""
-        known = self._signatures.get((DRAFT, layers))
-        if known is None:
-            plans = [self.draft_plan(layer).plan for layer in layers]
-            known = self._signatures[DRAFT, layers] = (self._bound, tuple(plan.shape for plan in plans))
-        return known
-
-    def _chunks(self, layer: int) -> Iterator[Chunk]:
-        streamed = self._config.streamed(self._state.cuts[layer])
-        if streamed.start > 0:
-            yield Chunk(range(streamed.start))
-        for run in self.streamer.schedule.by_layer[layer] if self.streamer.schedule.runs else ():
-            yield Chunk(run.page_range, run)
-        yield Chunk(range(streamed.stop, self._pages))
-
-    def _forget_plans(self) -> None:
-        self._plans.clear()
-        self._signatures.clear()
-
-    def _slots(self, layer: int) -> tuple[int, ...]:
+    def lie(self, layer: int) -> Lie:
+        """For ``StepPlans``."""
         streamed = self._config.streamed(self._state.cuts[layer])
         runs = self.streamer.schedule.by_layer[layer] if self.streamer.schedule.runs else ()
         slots = self._table.slots_of(layer, range(streamed.start))
         slots += [slot for run in runs for slot in run.slots]
         slots += self._table.slots_of(layer, range(streamed.stop, self._pages))
-        return tuple(slots)
+        chunks = [Chunk(run.page_range, run) for run in runs]
+        if streamed.start > 0:
+            chunks.insert(0, Chunk(range(streamed.start)))
+        chunks.append(Chunk(range(streamed.stop, self._pages)))
+        return Lie(tuple(slots), tuple(chunks))
 
     def wait_layer(self, layer: int) -> None:
         # Before its rows are written, and so before attention too: a page that was cut short may be coming back.
@@ -389,8 +329,11 @@ class KvStream:
         moved = self.streamer.schedule.streamed_pages * self.geometry.page_bytes
         if moved == 0:
             self._gaps[Phase.DECODE] = _Gap(step_s / self.layers, step_s / self.layers)
-        if self._pace.observe(step_s, moved):
+        advice = self._pace.observe(step_s, moved)
+        if advice is Advice.GROW:
             self.streamer.note_starved()
+        elif advice is Advice.TAKE_BACK:
+            self._in_vain = True
 
     def step_closed(self, longest_gap_s: float) -> None:
         self._step = None
@@ -406,6 +349,7 @@ class KvStream:
             pool_slots=pool_slots,
             gap_s=self._gaps[self._phase].steady_s,
             starved=starved,
+            in_vain=self._in_vain,
         )
         return residency_step(self._config, self._state, seen)
 
@@ -416,8 +360,7 @@ class KvStream:
         """
         if self._scheduled != (state.cuts, state.ring_slots) or pool_slots != self._table.pool_slots:
             self._scheduled = None
-            self._forget_plans()
-            self._generation += 1
+            self.plans.rescheduled()
             self._evict(state.cuts)
             if state.ring_slots <= self._table.ring_slots:
                 self._replan(state)
@@ -491,7 +434,7 @@ class KvStream:
         """New tail pages, cleared: stale scales times zero weights would be NaN."""
         if pages == self._pages:
             return
-        self._forget_plans()
+        self.plans.forget()
         first, self._pages = self._pages, pages
         for page in range(first, pages):
             for layer in range(self.layers):
@@ -507,7 +450,7 @@ class KvStream:
         """Pages from ``pages`` on hold no committed row."""
         if self._pages <= pages:
             return
-        self._forget_plans()
+        self.plans.forget()
         self._pages = pages
         for page in [page for page in self._table if page.page >= pages]:
             self._release(page)

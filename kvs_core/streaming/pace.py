@@ -2,16 +2,26 @@
 
 The link could have moved a step's pages, and the device could have computed, in some least time. Steps that take
 clearly longer may have kept the link waiting for slots, and a larger ring is tried. If that makes them no faster the
-cause is another one (a link that others use, a rate that was measured too high): what they take is then what is
-expected of them, until they are faster again.
+cause is another one (a link that others use, a rate that was measured too high): the ring should be what it was, and
+what steps take is then what is expected of them, until they are faster again.
 """
 
 from __future__ import annotations
+
+from enum import Enum
 
 _SLOW = 1.05      # times what is expected
 _IN_A_ROW = 4     # slow steps, so that one that was disturbed changes nothing
 _HELPED = 0.02    # part of the least time by which steps must be faster for a larger ring to have helped
 _FOLLOW = 0.02    # weight of a step that was faster than expected
+
+
+class Advice(Enum):
+    """What to do about the ring."""
+
+    KEEP = "keep"
+    GROW = "grow"
+    TAKE_BACK = "take back"   # the last growth
 
 
 class Pace:
@@ -24,24 +34,24 @@ class Pace:
         self._slow: list[float] = []           # times the least time, of slow steps in a row
         self._tried: float | None = None       # the same, mean, when a larger ring was asked for
 
-    def observe(self, step_s: float, moved_bytes: int) -> bool:
-        """A step took that long and moved so many bytes. True: a larger ring is worth trying."""
+    def observe(self, step_s: float, moved_bytes: int) -> Advice:
+        """A step took that long and moved so many bytes."""
         if moved_bytes == 0:
             self._compute_s = step_s
         if moved_bytes == 0 or not self._compute_s or not self._link_bytes_per_s:
-            return False
+            return Advice.KEEP
         ratio = step_s / max(self._compute_s, moved_bytes / self._link_bytes_per_s)
         if ratio <= _SLOW * self._expected:
             self._slow.clear()
             self._expected = max(1.0, min(self._expected, self._expected + _FOLLOW * (ratio - self._expected)))
-            return False
+            return Advice.KEEP
         self._slow.append(ratio)
         if len(self._slow) < _IN_A_ROW:
-            return False
+            return Advice.KEEP
         mean, tried = sum(self._slow) / len(self._slow), self._tried
         self._slow.clear()
         if tried is not None and mean > tried - _HELPED:
             self._expected, self._tried = mean, None
-            return False
+            return Advice.TAKE_BACK
         self._tried = mean
-        return True
+        return Advice.GROW

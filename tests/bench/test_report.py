@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from kvs_cli.bench import sweep
+from kvs_cli.bench.columns import COLUMNS, Row
 from kvs_cli.bench.plots import draw
 from kvs_cli.bench.series import series_of, value
 from kvs_cli.bench.store import RowStore
@@ -43,17 +45,16 @@ def test_the_decode_limit_is_the_larger_floor() -> None:
 
 
 def test_plots_are_drawn_alike(tmp_path: Path) -> None:
-    """Both files, whole, and the same bytes for the same rows."""
+    """Both files, whole, and nothing else; the same bytes for the same rows."""
     drawn = []
-    for name in ("a", "b"):
-        folder = tmp_path / name
-        folder.mkdir()
-        draw(folder, ROWS)
-        drawn.append([(folder / f"sweep.{kind}").read_bytes() for kind in ("png", "svg")])
-        assert len(list(folder.iterdir())) == 2
+    for _ in range(2):
+        draw(tmp_path, ROWS)
+        drawn.append({path.name: path.read_bytes() for path in tmp_path.iterdir()})
     assert drawn[0] == drawn[1]
-    assert b"mtp 3" in drawn[0][1]
-    assert b"16 Ki" in drawn[0][1]
+    assert drawn[0].keys() == {"sweep.png", "sweep.svg"}
+    assert drawn[0]["sweep.png"].startswith(b"\x89PNG")
+    assert b"mtp 3" in drawn[0]["sweep.svg"]
+    assert b"16 Ki" in drawn[0]["sweep.svg"]
 
 
 def test_without_matplotlib_one_line_says_what_to_install(
@@ -89,12 +90,17 @@ def test_a_sweep_without_results_has_a_summary() -> None:
     assert "0 points measured, 1 failed" in summary([measured(error="broke")])
 
 
-def test_plots_come_again_from_the_csv(kvs: Kvs, tmp_path: Path) -> None:  # noqa: F811
-    """``kvs bench plot`` needs nothing but the folder's CSV."""
+def test_plots_come_again_from_the_csv(
+    kvs: Kvs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,  # noqa: F811
+) -> None:
+    """``kvs bench plot`` needs nothing but the folder's CSV, whose rows are those that were measured."""
+    drawn: list[Row] = []
+    monkeypatch.setattr(sweep, "draw", lambda folder, rows: drawn.extend(rows))
     store = RowStore(tmp_path, resume=False)
     for row in ROWS:
         store.add(row)
     (tmp_path / "sweep.jsonl").unlink()
     assert kvs("bench", "plot", tmp_path).code == 0
-    assert {"sweep.png", "sweep.svg", "summary.md"} <= {path.name for path in tmp_path.iterdir()}
+    assert drawn == [{name: row.get(name) for name in COLUMNS} for row in ROWS]
+    assert "8 points" in (tmp_path / "summary.md").read_text()
     assert "sweep.csv" in kvs("bench", "plot", tmp_path / "nowhere").error

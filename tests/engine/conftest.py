@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,3 +24,17 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tiny") / "llama.gguf"
     write_tiny_llama(path, seed=2)
     return path
+
+
+@pytest.fixture(scope="session")
+def wide_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """By arch: two attention layers, with two recurrent ones and an MTP block, or alone. Pages of float32 are large
+    beside what a tile of 8 rows needs of them, so that a few pages make room for wide steps."""
+    folder = tmp_path_factory.mktemp("wide")
+    small: dict[str, Any] = {"embd": 32, "heads": 2, "kv_heads": 2, "head_dim": 64, "ffn": 32}
+    return {
+        "qwen35": write_tiny_qwen35(
+            folder / "qwen35.gguf", seed=1, n_layer=4, interval=2, ssm_state=32, ssm_k_heads=1, ssm_v_heads=2, **small
+        ),
+        "llama": write_tiny_llama(folder / "llama.gguf", seed=2, n_layer=2, **small),
+    }

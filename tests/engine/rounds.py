@@ -44,7 +44,9 @@ class Played:
 
     def see(self, step: Step, keep: int) -> None:
         """A step has run, of which the first ``keep`` rows count."""
-        self.logits += [row.tobytes() for row in step.logits(0)[:keep]]
+        logits, best = step.logits(0), step.best(1, 0)
+        assert best is None or [int(row.ids[0]) for row in best] == logits.argmax(axis=1).tolist()
+        self.logits += [row.tobytes() for row in logits[:keep]]
         if step.rows > 8:
             self.widths.append(step.rows)
 

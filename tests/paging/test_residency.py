@@ -56,6 +56,7 @@ def observations(draw: st.DrawFn) -> Observation:
         pool_slots=draw(st.integers(1, 260)),
         gap_s=draw(st.floats(0, 0.1)),
         starved=draw(st.booleans()),
+        in_vain=draw(st.booleans()),
     )
 
 
@@ -315,6 +316,17 @@ def test_long_ease_gives_back_what_starvation_took(gap_s: float) -> None:
     assert {*rings} == {base.ring_slots + runs * RUN for runs in range(4)}
     assert rings[-1] == base.ring_slots
     assert all(rings.count(base.ring_slots + runs * RUN) >= EASE - 1 for runs in (1, 2, 3))
+
+
+def test_a_growth_in_vain_is_taken_back_at_once() -> None:
+    """Once the change has had time to tell, without waiting for calm; down to the computed ring and no further."""
+    used = config()
+    base = settled(used, SEEN)
+    grown = repeat(used, base, replace(SEEN, starved=True), 1)[-1]
+    assert grown.ring_slots == base.ring_slots + RUN
+    rings = [each.ring_slots for each in repeat(used, grown, replace(SEEN, in_vain=True), 3 * COOL_DOWN)]
+    assert rings[COOL_DOWN - 2] == grown.ring_slots
+    assert rings[COOL_DOWN:] == [base.ring_slots] * (2 * COOL_DOWN)
 
 
 def test_starvation_without_end_asks_for_no_more_than_there_is() -> None:

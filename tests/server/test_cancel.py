@@ -20,6 +20,7 @@ from kvs_cli.server.jobs import Cancelled, Job, JobQueue
 from kvs_core.engine.session import Session
 from kvs_core.errors import DeviceError
 from tests.server.running import Running
+from tests.server.scrapes import scrape
 
 FIXED: dict[str, Any] = {"prompt": "The river in the north", "n_predict": 12, "temperature": 0}
 OWN = FIXED | {"prompt": "~ no other conversation begins with this"}
@@ -50,7 +51,7 @@ def test_a_queued_client_that_leaves_is_dropped(llama: Running) -> None:
             llama.http.post("/completion", json=LONG, timeout=0.2)
         assert llama.http.get("/slots", params={"fail_on_no_slot": 1}).status_code == 503
         assert llama.get("/health") == {"status": "ok"}   # what needs no engine is answered all the while
-        assert "requests_deferred 0" in llama.http.get("/metrics").text
+        assert scrape(llama.http)["llamacpp:requests_deferred"] == 0
     assert llama.idle()
     before = llama.get("/slots")[0]["id_task"]
     llama.post("/completion", **FIXED)

@@ -18,8 +18,8 @@ from tests.server.test_chat import TOOL
 
 KEY, CONTEXT = "sesame", 1024
 ASKED: Any = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
-SCHEMA = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}, "sure": {"type": "boolean"}},
-          "required": ["city", "sure"], "additionalProperties": False}  # fmt: skip
+SCHEMA = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"],
+          "additionalProperties": False}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Clients:
 
     def chat(self, **more: Any) -> Any:
         """A greedy chat through OpenAI's client."""
-        asked: dict[str, Any] = {"model": self.name, "messages": ASKED, "max_tokens": 12, "temperature": 0}
+        asked: dict[str, Any] = {"model": self.name, "messages": ASKED, "max_tokens": 8, "temperature": 0}
         return self.gpt.chat.completions.create(**asked | more)
 
 
@@ -93,7 +93,7 @@ def test_schema(model: Clients) -> None:
     """JSON of the schema, streamed or not."""
     form: Any = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}
     text = model.chat(response_format=form, max_tokens=40).choices[0].message.content
-    assert json.loads(text).keys() == {"city", "sure"}
+    assert json.loads(text)["city"] in ("Paris", "Rome")
     chunks = model.chat(response_format=form, max_tokens=40, stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
 
@@ -117,7 +117,7 @@ def test_errors(model: Clients) -> None:
 
 def test_anthropic(model: Clients) -> None:
     """A message says what the other client's chat says, streamed or not; a wrong key and no messages are errors."""
-    asked: dict[str, Any] = {"model": model.name, "messages": ASKED, "max_tokens": 12, "extra_body": {"temperature": 0}}
+    asked: dict[str, Any] = {"model": model.name, "messages": ASKED, "max_tokens": 8, "extra_body": {"temperature": 0}}
     reply = model.claude.messages.create(**asked)
     text = "".join(block.text for block in reply.content if block.type == "text")
     assert text == model.chat().choices[0].message.content

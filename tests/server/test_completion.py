@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.server.running import Running, running
+from tests.server.scrapes import scrape
 from tests.support.tiny_gguf import write_tiny_qwen35
 
 GREEDY: dict[str, Any] = {"temperature": 0}
@@ -227,6 +228,6 @@ def test_drafts_change_nothing_but_the_counts(kind: str, tmp_path: Path) -> None
         assert [reply["content"] for reply in replies] == plain
         drafted = sum(reply["timings"].get("draft_n", 0) for reply in replies)
         assert drafted > 0
-        assert f"llamacpp:spec_decode_num_draft_tokens_total {drafted}" in server.http.get("/metrics").text
+        assert scrape(server.http)["llamacpp:spec_decode_num_draft_tokens_total"] == drafted
         assert server.get("/slots")[0]["speculative"]
         assert replies[0]["generation_settings"]["speculative.types"] == kind

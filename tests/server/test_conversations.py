@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+import numpy as np
 import pytest
 
 from kvs_cli.server import slot
+from kvs_core.device.host.device import HostDevice
 from kvs_core.engine.engine import Engine
+from kvs_core.engine.parked import ParkedSessions
 from kvs_core.errors import DeviceError
+from kvs_core.units import MIB
 from tests.server.running import Running, running
+from tests.server.scrapes import scrape
 from tests.support.tiny_gguf import write_tiny_qwen35
 
 ONE_OFF = [9, *range(100, 112)]
@@ -141,7 +147,7 @@ def test_a_conversation_that_could_not_be_taken_up_is_not_lost(path: Path, monke
             assert talk.read_its_own_tokens_alone
 
 
-def fail(*_given: object) -> None:
+def fail(*_given: object) -> NoReturn:
     raise DeviceError("the device is on fire")
 
 
@@ -171,10 +177,57 @@ def test_counters_tell_of_what_was_taken_up(llama_path: Path) -> None:
     with serve(llama_path, "--metrics") as server:
         talks = alternate(server, talks=2, turns=2)
         cached = sum(timing["cache_n"] for talk in talks for timing in talk.timings)
-        lines = server.http.get("/metrics").text.splitlines()
-        assert f"llamacpp:prompt_tokens_cached_total {cached}" in lines
+        assert scrape(server.http)["llamacpp:prompt_tokens_cached_total"] == cached
         [shown] = server.get("/slots")
         assert shown["n_prompt_tokens_cache"] == talks[1].timings[1]["cache_n"] > 0
+
+
+def test_metrics_tell_what_is_set_aside(llama_path: Path) -> None:
+    """How many conversations, and their bytes: 2 MiB of pages each and a little more. Two fit; going on with one of
+    them sets another aside."""
+    with serve(llama_path, "--cache-ram", 5, "--metrics") as server:
+        assert parked(server) == (0, 0)
+        talks = [Talk(server, number) for number in range(4)]
+        counts = []
+        for talk in (*talks, talks[2]):
+            talk.turn()
+            counts.append(parked(server)[0])
+        assert counts == [0, 1, 2, 2, 2]
+        assert 4 * MIB <= parked(server)[1] <= 5 * MIB
+
+
+def test_metrics_tell_at_once_what_had_to_go(llama_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a request runs that found no memory for its pages until a conversation was given up for it."""
+    with serve(llama_path, "--metrics") as server:
+        alternate(server, talks=2, turns=1)
+        before = parked(server)
+        gone = threading.Event()
+        drop_oldest, allocate = ParkedSessions.drop_oldest, HostDevice.allocate_pinned
+
+        def give_up(sessions: ParkedSessions) -> bool:
+            gone.set()
+            return drop_oldest(sessions)
+
+        def allocate_then(device: HostDevice, size_bytes: int) -> np.ndarray:
+            return allocate(device, size_bytes) if gone.is_set() else fail()
+
+        monkeypatch.setattr(ParkedSessions, "drop_oldest", give_up)
+        monkeypatch.setattr(HostDevice, "allocate_pinned", allocate_then)
+        long = {"prompt": [9] * 100, "n_predict": 800, "ignore_eos": True, "stream": True}
+        with server.http.stream("POST", "/completion", json=long) as reply:
+            lines = reply.iter_lines()   # dropping it would close the connection
+            next(lines)
+            assert gone.is_set()
+            assert parked(server) == before   # the first went, the second was set aside
+            assert scrape(server.http)["llamacpp:requests_processing"] == 1
+        assert before[0] == 1
+        assert server.idle()
+
+
+def parked(server: Running) -> tuple[float, float]:
+    """Conversations that are set aside, and their bytes, as told."""
+    seen = scrape(server.http)
+    return seen["kvs:parked_conversations"], seen["kvs:parked_bytes"]
 
 
 def test_erase_save_and_restore_are_of_the_one_in_hand(path: Path, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from kvs_cli.render import Screen
 from kvs_core.errors import SettingsError
 from kvs_core.settings import ModelSettings
 from tests.server.running import Running, running
+from tests.server.scrapes import scrape
 
 ORIGIN = "https://page.example"
 
@@ -45,22 +46,19 @@ def test_small_endpoints(llama: Running) -> None:
 
 
 def test_metrics_count(llama: Running) -> None:
-    """Counters rise by what a request did; every line is a comment or a name with a number."""
-    def read() -> dict[str, float]:
-        reply = llama.http.get("/metrics")
-        assert reply.headers["content-type"].startswith("text/plain; version=0.0.4")
-        lines = [line.split() for line in reply.text.splitlines() if not line.startswith("#")]
-        return {name: float(value) for name, value in lines}
-
-    before = read()
+    """Counters rise by what a request did; averages are since the last scrape."""
+    before = scrape(llama.http)
     reply = llama.post("/completion", prompt="The sea is wide", n_predict=7, ignore_eos=True, cache_prompt=False)
-    after = read()
+    after = scrape(llama.http)
     gained = {name: after[name] - before[name] for name in after}
     assert gained["llamacpp:tokens_predicted_total"] == 7
     assert gained["llamacpp:prompt_tokens_total"] == reply["tokens_evaluated"]
     assert gained["llamacpp:prompt_seconds_total"] > 0
     assert after["llamacpp:predicted_tokens_seconds"] > 0
-    assert read()["llamacpp:predicted_tokens_seconds"] == 0   # averages since the last scrape
+    assert after["llamacpp:prompt_tokens_seconds"] == pytest.approx(
+        gained["llamacpp:prompt_tokens_total"] / gained["llamacpp:prompt_seconds_total"])
+    idle = scrape(llama.http)
+    assert idle["llamacpp:predicted_tokens_seconds"] == idle["llamacpp:prompt_tokens_seconds"] == 0
     assert after["kvs:arena_bytes"] > 0
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvs_core.formats.gguf import GgufFile
-from kvs_core.formats.tokenizer import Tokenizer
+from kvs_core.formats.vocabulary import Vocabulary
 from tests.server.running import Running, running
 
 FIM = {"fim_pre": 301, "fim_suf": 302, "fim_mid": 303}
@@ -93,8 +93,8 @@ def test_what_is_too_long_is_cut_where_it_matters_least(plain: Running) -> None:
     quarter = BATCH // 4
     assert prompt(plain, input_prefix=numbers, input_suffix=numbers, prompt="") == text(
         plain, bos, FIM["fim_pre"], numbers[-3 * quarter :], FIM["fim_suf"], numbers[: quarter - 2], FIM["fim_mid"])
-    long: dict[str, Any] = {"input_prefix": numbers, "input_suffix": numbers, "input_extra": [{"text": "the sea " * 500}]}
-    reply = plain.post("/infill", n_predict=1, **long)
+    extra = [{"text": "the sea " * 500}]
+    reply = plain.post("/infill", n_predict=1, input_prefix=numbers, input_suffix=numbers, input_extra=extra)
     assert CONTEXT - BATCH < reply["tokens_evaluated"] < CONTEXT
 
 
@@ -112,12 +112,11 @@ def test_what_is_no_infill(plain: Running, change: dict[str, Any]) -> None:
 
 def test_the_tokens_are_found_by_their_texts(llama_path: Path) -> None:
     """Where a file names none; those of Qwen and of older models alike."""
-    metadata = dict(GgufFile.open(llama_path).metadata)
+    metadata: dict[str, Any] = dict(GgufFile.open(llama_path).metadata)
     texts = list(metadata["tokenizer.ggml.tokens"])
     texts[301:304] = ["<|fim_prefix|>", "<fim_suffix>", "<|fim_middle|>"]
-    tokenizer = Tokenizer.from_metadata(metadata | {"tokenizer.ggml.tokens": texts}, source="test")
-    assert tokenizer.fim_ids == FIM
-    assert not Tokenizer.from_metadata(metadata, source="test").fim_ids
+    assert Vocabulary.from_metadata(metadata | {"tokenizer.ggml.tokens": texts}, source="test").fim_ids == FIM
+    assert not Vocabulary.from_metadata(metadata, source="test").fim_ids
 
 
 def test_a_vocabulary_without_the_tokens(llama: Running) -> None:

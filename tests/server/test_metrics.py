@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import socket
 import time
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -13,14 +11,14 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.server.running import Running, running
+from tests.server.scrapes import scrape
 
 KVS = {
     "pool_pages", "resident_pages", "ring_slots", "active_pages", "streamed_pages_per_step", "history_bytes",
     "arena_bytes", "h2d_bytes_total", "h2d_calls_total", "d2h_bytes_total", "stall_seconds_total",
     "repartitions_total", "link_bytes_per_second", "link_share", "cached_tokens_total", "queue_length",
+    "parked_conversations", "parked_bytes",
 }  # fmt: skip
-SAMPLE = re.compile(
-    r'(?P<name>[a-z]+:[a-z0-9_]+)(\{(?P<label>[a-z]+)="(?P<value>[a-z0-9-]+)"\})? (?P<number>[-+.0-9e]+)')
 ECHO = "the sea the river the sea the river the sea the river the sea the river the sea the river"
 
 
@@ -36,38 +34,13 @@ def drafting(llama_path: Path) -> Iterator[Running]:
         yield server
 
 
-def read(server: Running) -> dict[str, float]:
-    """Every sample, by its name and label. Each name has its help and type once, right before its samples."""
-    reply = server.http.get("/metrics")
-    assert reply.headers["content-type"].startswith("text/plain; version=0.0.4")
-    assert abs(time.time() - int(reply.headers["process-start-time-unix"])) < 600
-    samples: dict[str, float] = {}
-    told: Counter[str] = Counter()
-    lines = iter(reply.text.splitlines())
-    name = ""
-    for line in lines:
-        if line.startswith("# HELP "):
-            name = line.split()[2]
-            kind = next(lines).split()
-            assert kind[:3] == ["#", "TYPE", name]
-            assert kind[3] in ("counter", "gauge")
-            told[name] += 1
-            continue
-        found = SAMPLE.fullmatch(line)
-        assert found is not None, line
-        assert found["name"] == name
-        samples[found["name"] + (f":{found['value']}" if found["label"] else "")] = float(found["number"])
-    assert set(told.values()) == {1}
-    return samples
-
-
 def test_every_number_of_the_cache_is_there(drafting: Running) -> None:
     """Pages by place, bytes and calls both ways, the link, hits, the queue; counters never fall."""
-    before = read(drafting)
+    before = scrape(drafting.http)
     assert {f"kvs:{name}" for name in KVS} <= before.keys()
     reply = drafting.post("/completion", prompt=[7] * 300, n_predict=8, ignore_eos=True, cache_prompt=False)
     hit = drafting.post("/completion", prompt=[7] * 300, n_predict=8, ignore_eos=True)["timings"]["cache_n"]
-    after = read(drafting)
+    after = scrape(drafting.http)
     assert reply["tokens_evaluated"] == 300
     assert after["kvs:cached_tokens_total"] - before["kvs:cached_tokens_total"] == hit > 0
     assert after["kvs:active_pages"] >= 4 * (300 // 32)
@@ -80,22 +53,22 @@ def test_every_number_of_the_cache_is_there(drafting: Running) -> None:
 
 def test_the_links_share_is_of_the_time_between_scrapes(drafting: Running) -> None:
     """Bytes copied since the last scrape, over what the link could have moved in that time; zero when idle."""
-    first_s, first = time.perf_counter(), read(drafting)
+    first_s, first = time.perf_counter(), scrape(drafting.http)
     drafting.post("/completion", prompt=[9] * 300, n_predict=40, ignore_eos=True, cache_prompt=False)
-    second = read(drafting)
+    second = scrape(drafting.http)
     took_s = time.perf_counter() - first_s
     moved = second["kvs:h2d_bytes_total"] - first["kvs:h2d_bytes_total"]
     assert second["kvs:link_share"] >= moved / (second["kvs:link_bytes_per_second"] * took_s) > 0
     assert second["kvs:link_share"] < 1
-    assert read(drafting)["kvs:link_share"] == 0
+    assert scrape(drafting.http)["kvs:link_share"] == 0
 
 
 def test_drafts_are_counted_by_type(drafting: Running) -> None:
     """What a reply's timings count is what the types gained together; their shares are ratios of the counters."""
-    before = read(drafting)
+    before = scrape(drafting.http)
     reply = drafting.post("/completion", prompt=ECHO, n_predict=60, temperature=0, ignore_eos=True)["timings"]
     assert reply["draft_n"] > 0
-    after = read(drafting)
+    after = scrape(drafting.http)
 
     def gained(name: str) -> float:
         return sum(after[each] - before.get(each, 0) for each in after if each.startswith(f"kvs:{name}:"))
@@ -122,7 +95,7 @@ def test_the_queue_is_told_while_it_waits(drafting: Running) -> None:
         with socket.create_connection((address.hostname, address.port)) as second:
             second.sendall(b"POST /completion HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
             assert becomes(drafting, 1)
-            assert read(drafting)["llamacpp:requests_processing"] == 1
+            assert scrape(drafting.http)["llamacpp:requests_processing"] == 1
         assert becomes(drafting, 0)
     assert drafting.idle()
 
@@ -131,7 +104,7 @@ def becomes(server: Running, waiting: int) -> bool:
     """Whether that many requests wait, within two seconds, by either name."""
     end = time.monotonic() + 2
     while time.monotonic() < end:
-        seen = read(server)
+        seen = scrape(server.http)
         assert seen["kvs:queue_length"] == seen["llamacpp:requests_deferred"]
         if seen["kvs:queue_length"] == waiting:
             return True

@@ -238,6 +238,17 @@ def test_what_is_lent_is_what_was_asked_for() -> None:
         assert rig.kv.stats().pool_pages == slots
 
 
+def test_the_ring_is_made_for_usual_steps() -> None:
+    """How long attention pauses within a step in tiles says nothing of them."""
+    with lending() as rig:
+        rig.prefill(CONTEXT - 200)
+        rig.narrow(DECODE, 1, 1)
+        gap = rig.kv._gaps[DECODE]
+        assert gap.last_s > 0
+        assert rig.wide(4, 33, 33)
+        assert rig.kv._gaps[DECODE] == gap
+
+
 def test_a_phase_change_ends_a_loan() -> None:
     """Whichever phase has the larger pool."""
     for prefill, decode in ((0.1, 0.6), (0.6, 0.3)):
@@ -285,7 +296,7 @@ def test_tiles_fold_their_segments(monkeypatch: pytest.MonkeyPatch) -> None:
             rig.prefill(context - 80)
         for rows, keep in ((65, 3), (20, 20)):
             assert rig.wide(5, rows, keep)
-            assert any(call.folds for call in rig.kv.tiles_plan(0, LEAST_SCRATCH_GROUPS).plan.calls)
+            assert any(call.folds for call in rig.kv.plans.of_tiles(0, LEAST_SCRATCH_GROUPS).plan.calls)
 
 
 def test_a_lent_slot_that_is_touched_is_seen() -> None:

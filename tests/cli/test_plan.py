@@ -1,0 +1,248 @@
+"""``kvs plan``: what it says of memory is what an engine takes, and errors come before any weight is read."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvs_cli.commands import plan as plan_command
+from kvs_core.device.host.device import HostDevice
+from kvs_core.engine.engine import Engine
+from kvs_core.engine.forecast import Rates
+from kvs_core.engine.rates import Found
+from kvs_core.errors import BudgetError
+from kvs_core.formats.gguf import GgufFile
+from kvs_core.memory.phases import Phase
+from kvs_core.settings import ContextSettings, KvSettings, RopeSettings
+from kvs_core.units import MIB
+from tests.cli.conftest import Kvs
+
+SMALL = ("--device", "cpu", "-c", "2048", "--kv-page-tokens", "32", "-ub", "64", "-ctk", "q8_0", "-ctv", "q4_0")
+
+RATES = Rates(
+    link_bytes_per_s=1e8, weight_bytes_per_s={"": 1e9}, row_costs={"": (1.0, 1.5)}, attention_bytes_per_s=1e8,
+    attention_row=0.5, layer_s=1e-4, least_attention_s=0.0, run_s=0.0, run_rows_s=0.0, copy_s=1e-5,
+    round_s=1e-4, plan_s=0.0, draft_s=1e-4,
+)
+
+
+@pytest.fixture(autouse=True)
+def known_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test but one waits for a measurement, and none writes to the user's cache."""
+    monkeypatch.setattr(plan_command, "find_rates", lambda *_: Found(RATES, kept=True))
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Say how many MiB the host device has free."""
+    def say(mib: int) -> None:
+        monkeypatch.setattr(HostDevice, "free_bytes", lambda self: mib * MIB)
+
+    return say
+
+
+def plan(kvs: Kvs, path: Path, *flags: str) -> dict[str, Any]:
+    return kvs("plan", path, *SMALL, *flags, "--json").json
+
+
+@pytest.mark.parametrize("arch", ["tiny_llama", "tiny_qwen35"])
+def test_memory_is_what_the_engine_takes(kvs: Kvs, request: pytest.FixtureRequest, arch: str) -> None:
+    """Arena, pool, workspaces and recurrent state are those of an engine with the same settings."""
+    path = request.getfixturevalue(arch)
+    facts = plan(kvs, path, "--kv-stream-arena-mib", "1")
+    memory = facts["memory"]
+    engine = Engine(
+        GgufFile.open(path), HostDevice(1), context=ContextSettings(ctx_size=2048, ubatch=64),
+        kv=KvSettings("q8_0", "q4_0", 32, arena_mib=1), rope=RopeSettings(),
+    )
+    try:
+        assert memory["arena_bytes"] == engine.memory.arena_bytes == MIB
+        assert memory["pool_pages"] == engine.memory.slots(Phase.DECODE)
+        assert memory["state_bytes"] == engine.memory_report()["state"]
+    finally:
+        engine.close()
+    assert memory["needed_bytes"] == memory["arena_bytes"] + memory["state_bytes"] + memory["weights_bytes"]
+    assert memory["needed_bytes"] <= facts["device"]["free_bytes"]
+
+
+def test_over_the_context(kvs: Kvs, tiny_llama: Path) -> None:
+    """Halves of the context up to its end; all pages have a place; times add up and give the tokens per second."""
+    facts = plan(kvs, tiny_llama, "--kv-stream-arena-mib", "1")
+    points = facts["points"]
+    assert [point["tokens"] for point in points] == [127, 255, 511, 1023, 2047]
+    for point in points:
+        pages = 4 * -(-(point["tokens"] + 1) // 32)
+        assert point["resident_pages"] + point["streamed_pages"] == pages
+        assert point["streamed_bytes"] == point["streamed_pages"] * facts["kv"]["page_bytes"]
+        assert point["step_ms"] >= max(point["kernels_ms"], point["link_ms"])
+        assert point["round_ms"] == pytest.approx(point["step_ms"] + point["drafts_ms"] + 0.1)
+        assert point["tokens_per_s"] == pytest.approx(1e3 / point["round_ms"])
+    assert points[0]["streamed_pages"] == 0 < points[-1]["streamed_pages"]
+    rounds = [point["round_ms"] for point in points]
+    assert rounds == sorted(rounds)
+
+
+def test_what_else_there_is(kvs: Kvs, tiny_llama: Path) -> None:
+    """One more GiB, no more than holds everything, and the other KV types; what does not fit says so."""
+    facts = plan(kvs, tiny_llama, "--kv-stream-arena-mib", "1")
+    others = {other["name"]: other for other in facts["alternatives"]}
+    full = facts["memory"]["full_arena_mib"]
+    assert set(others) == {f"arena of {full} MiB", "K f16, V f16", "K q8_0, V q8_0", "K q4_0, V q4_0"}
+    end = facts["points"][-1]
+    assert others[f"arena of {full} MiB"]["end"]["streamed_pages"] == 0
+    assert others[f"arena of {full} MiB"]["end"]["tokens_per_s"] > end["tokens_per_s"]
+    assert others["K q4_0, V q4_0"]["end"]["streamed_bytes"] < end["streamed_bytes"]
+    assert others["K f16, V f16"]["end"]["streamed_bytes"] > end["streamed_bytes"]
+    large = (*SMALL, "-c", "16384", "--kv-page-tokens", "256", "-ub", "256")
+    least = kvs("plan", tiny_llama, *large, "--json").json["memory"]["least_arena_mib"]
+    tight = kvs("plan", tiny_llama, *large, "--kv-stream-arena-mib", least, "--json").json["alternatives"]
+    assert next((other["name"], other["end"]) for other in tight if not other["fits"]) == ("K f16, V f16", None)
+    assert "does not fit" in kvs("plan", tiny_llama, *large, "--kv-stream-arena-mib", least).out
+
+
+@pytest.mark.parametrize(("flags", "tokens"), [
+    ((), None), (("--spec-synth-len", "2.5"), 2.5), (("--spec-synth-rates", "0.9,0.5,0.25"), 2.65)])
+def test_drafts(kvs: Kvs, tiny_qwen35: Path, flags: tuple[str, ...], tokens: float | None) -> None:
+    """A round of MTP drafts, and what it brings where that is supposed; else the text gives a range."""
+    drafting = ("--spec-type", "draft-mtp", "--spec-draft-n-max", "3", *flags)
+    facts = plan(kvs, tiny_qwen35, *drafting)
+    assert facts["speculation"] == {
+        "type": "draft-mtp", "drafts": 3, "tokens_per_round": tokens if tokens is None else pytest.approx(tokens),
+        "synthetic": tokens is not None}
+    point = facts["points"][-1]
+    assert point["drafts_ms"] > 0
+    if tokens is None:
+        assert point["tokens_per_s"] is None
+        text = kvs("plan", tiny_qwen35, *SMALL, *drafting).out
+        assert f"{point['rounds_per_s']:.1f} to {4 * point['rounds_per_s']:.1f}" in text
+    else:
+        assert point["tokens_per_s"] == pytest.approx(tokens * point["rounds_per_s"])
+
+
+def test_text_for_people(kvs: Kvs, tiny_qwen35: Path) -> None:
+    """Sections and two tables, whole lines in plain text; forecasts of the CPU say how good they are."""
+    done = kvs("plan", tiny_qwen35, *SMALL, "--kv-stream-arena-mib", "1", "-ub", "128", "--spec-type", "ngram-mod")
+    assert done.code == 0
+    for words in ("Plan\n  model", "within a factor of two", "it fits", "arena", "Over the context", "2,047",
+                  "At 2,047 tokens instead", "K q4_0, V q4_0", "tokens/s", "not foretold"):
+        assert words in done.out
+    assert "\x1b" not in done.out
+    assert "\u2026" not in done.out
+
+
+def test_the_demo_model_and_a_synthetic_one(kvs: Kvs) -> None:
+    """No model is the demo; a synthetic name is a model, and the forecast says so."""
+    assert kvs("plan", "--device", "cpu", "--json").json["synthetic"] is False
+    assert kvs("plan", "synthetic:tiny:q8_0", "--device", "cpu", "--json").json["synthetic"] is True
+
+
+def test_no_weights_are_read(kvs: Kvs, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forecast comes from the file's table alone."""
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr("kvs_core.formats.quants.dequantize_rows", refuse)
+    monkeypatch.setattr("kvs_core.device.host.weights.dequantize_rows", refuse)
+    assert plan(kvs, tiny_llama)["points"]
+
+
+def test_what_does_not_fit(kvs: Kvs, tiny_llama: Path, free: Callable[[int], None]) -> None:
+    """The numbers of each part, of the sum and of what is free; and of an arena that is too small."""
+    free(10)
+    error = kvs("plan", tiny_llama, *SMALL, "--kv-stream-arena-mib", "40").error
+    assert "an arena of 40 MiB need" in error
+    assert "cpu has 10 MiB free" in error
+    error = kvs("plan", tiny_llama, *SMALL, "-c", "8192", "-ub", "256", "--kv-stream-arena-mib", "1").error
+    assert "arena too small: prefill needs" in error
+    assert "--kv-stream-arena-mib is 1" in error
+
+
+def test_a_history_beyond_host_memory_is_warned_of(
+    kvs: Kvs, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run would begin and not reach its end."""
+    monkeypatch.setattr(plan_command, "available_ram_bytes", lambda: MIB)
+    done = kvs("plan", tiny_llama, *SMALL)
+    assert done.code == 0
+    assert "it will not fill" in done.err
+
+
+@pytest.mark.parametrize(("name", "error"), [
+    ("plan.txt", "give a name that ends in .png, .svg, .pdf"), ("nowhere/plan.png", "there is no folder")])
+def test_a_plot_that_cannot_be(kvs: Kvs, tiny_llama: Path, tmp_path: Path, name: str, error: str) -> None:
+    """is refused before anything is measured."""
+    assert error in kvs("plan", tiny_llama, *SMALL, "--plot", tmp_path / name).error
+
+
+def test_a_plot_without_matplotlib(
+    kvs: Kvs, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """says what to install."""
+    monkeypatch.setattr(plan_command, "find_spec", lambda name: None)
+    error = kvs("plan", tiny_llama, *SMALL, "--plot", tmp_path / "plan.png").error
+    assert "pip install 'kvs-llm[bench]'" in error
+
+
+@pytest.mark.parametrize("flags", [(), ("--spec-type", "draft-mtp")])
+def test_a_plot(kvs: Kvs, tiny_qwen35: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
+    """A picture, beside the tables."""
+    pytest.importorskip("matplotlib")
+    done = kvs("plan", tiny_qwen35, *SMALL, *flags, "--plot", tmp_path / "plan.svg")
+    assert done.code == 0
+    assert "</svg>" in (tmp_path / "plan.svg").read_text()
+    assert "Over the context" in done.out
+
+
+def test_matplotlib_is_loaded_for_plots_alone(kvs: Kvs, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without ``--plot`` nothing needs it."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert kvs("plan", tiny_llama, *SMALL).code == 0
+
+
+def test_an_arena_of_what_is_free(kvs: Kvs, tiny_llama: Path, free: Callable[[int], None]) -> None:
+    """auto leaves ``--fit-target`` free; on the host half of the rest is the history's; never more than is needed."""
+    flags = ("-c", "16384", "-ub", "64")
+    def memory(*more: str) -> dict[str, Any]:
+        found: dict[str, Any] = plan(kvs, tiny_llama, *flags, *more)["memory"]
+        return found
+
+    free(64)
+    weights = memory()["weights_bytes"]
+    full = memory()["full_arena_mib"]
+    auto = memory("--kv-stream-arena-mib", "auto", "--fit-target", "50")
+    assert auto["arena_bytes"] == (64 * MIB - weights - 50 * MIB) // 2 // MIB * MIB
+    assert auto["arena_is_chosen"]
+    more = memory("--kv-stream-arena-mib", "auto", "--fit-target", "46")
+    assert more["arena_bytes"] - auto["arena_bytes"] == 2 * MIB
+    free(4096)
+    assert memory("--kv-stream-arena-mib", "auto")["arena_bytes"] == full * MIB
+    free(64)
+    error = kvs("plan", tiny_llama, *SMALL, *flags, "--kv-stream-arena-mib", "auto").error
+    assert "--kv-stream-arena-mib auto: the arena needs" in error
+    assert "without --fit-target 1024" in error
+
+
+def test_the_engine_takes_what_auto_says(
+    kvs: Kvs, tiny_qwen35: Path, free: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once the weights are loaded: what a device with memory of its own has free then, without recurrent state and the
+    target; too little is refused with both numbers."""
+    monkeypatch.setattr(HostDevice, "is_host", False)
+    free(20)
+    kv = KvSettings("q8_0", "q4_0", arena_mib="auto", fit_target_mib=15)
+    context = ContextSettings(ctx_size=32768, ubatch=64)
+    file = GgufFile.open(tiny_qwen35)
+    engine = Engine(file, HostDevice(1), context=context, kv=kv, rope=RopeSettings())
+    try:
+        state = engine.memory_report()["state"]
+        assert engine.memory.arena_bytes == (5 * MIB - state) // MIB * MIB
+    finally:
+        engine.close()
+    free(15)
+    with pytest.raises(BudgetError) as refused:
+        Engine(file, HostDevice(1), context=context, kv=kv, rope=RopeSettings())
+    assert refused.value.given_mib == 0 < refused.value.needed_mib

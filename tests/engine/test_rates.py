@@ -1,0 +1,148 @@
+"""Rates: measured once, kept, and measured again where what was kept is of no use."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvs_core.device.host.device import HostDevice
+from kvs_core.engine import rates
+from kvs_core.engine.forecast import IN_FILE, Rates
+from kvs_core.settings.rooms import KvSettings
+
+KV = KvSettings("q8_0", "q4_0")
+PRODUCTS = {"link": 3e9, "float32 1": 2e9, "float32 2": 1e9, "float32 4": 1e9, "float32 8": 0.25e9,
+            "in the file 1": 1e8, "in the file 2": 1e8, "in the file 4": 5e7, "in the file 8": 4e7}
+STEPS = {"attention": 7e8, "layer": 1e-3}
+
+
+@pytest.fixture
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A cache of its own, and a list of what is measured."""
+    done: list[str] = []
+
+    def note(name: str, numbers: dict[str, float]) -> Callable[..., dict[str, float]]:
+        def measure(*_: object) -> dict[str, float]:
+            done.append(name)
+            return numbers
+
+        return measure
+
+    monkeypatch.setenv("KVS_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(rates, "measure_products", note("products", PRODUCTS))
+    monkeypatch.setattr(rates, "measure_steps", note("steps", STEPS))
+    return done
+
+
+@pytest.fixture
+def device() -> Iterator[HostDevice]:
+    with closing(HostDevice(1)) as opened:
+        yield opened
+
+
+def test_measured_once(measured: list[str], device: HostDevice) -> None:
+    """The second time nothing is measured; other KV types take new steps and the same products; other threads all."""
+    first = rates.find_rates(device, KV)
+    again = rates.find_rates(device, KV)
+    assert (first.kept, again.kept) == (False, True)
+    assert first.rates == again.rates
+    rates.find_rates(device, KvSettings("f16", "f16"))
+    assert measured == ["products", "steps", "steps"]
+    with closing(HostDevice(2)) as other:
+        assert not rates.find_rates(other, KV).kept
+
+
+@pytest.mark.parametrize("text", [
+    "", "{", "[]", "7", '{"numbers": 3}', '{"key": "other", "numbers": {"link": 1.0}}', "bad numbers"])
+def test_what_is_damaged_is_measured_again(
+    measured: list[str], device: HostDevice, tmp_path: Path, text: str
+) -> None:
+    """Whatever stands in the files: no JSON, another form, another machine's, numbers that cannot be."""
+    good = rates.find_rates(device, KV).rates
+    for path in (tmp_path / "rates").iterdir():
+        kept = json.loads(path.read_text())
+        kept["numbers"] |= dict.fromkeys(kept["numbers"], 0.0)
+        path.write_text(json.dumps(kept) if text == "bad numbers" else text)
+    found = rates.find_rates(device, KV)
+    assert (found.kept, found.rates) == (False, good)
+    assert measured == ["products", "steps"] * 2
+
+
+def test_a_disk_that_takes_nothing(
+    measured: list[str], device: HostDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """costs a warning."""
+    file = tmp_path / "a file"
+    file.write_text("")
+    monkeypatch.setenv("KVS_CACHE_DIR", str(file))
+    assert not rates.find_rates(device, KV).kept
+    assert "cannot be kept" in caplog.text
+    assert measured == ["products", "steps"]
+
+
+def test_rates_of_the_host_by_hand() -> None:
+    """Costs of rows are those of one row over those of many, in between by a line, and never fall."""
+    found = rates.host_rates(PRODUCTS | STEPS)
+    assert found.row_costs[""] == pytest.approx([1, 2, 2, 2, 3.5, 5, 6.5, 8])
+    assert found.row_costs[IN_FILE] == pytest.approx([1, 1, 1.5, 2, 2.125, 2.25, 2.375, 2.5])
+    assert (found.link_bytes_per_s, found.attention_bytes_per_s, found.layer_s) == (3e9, 7e8, 1e-3)
+
+
+def test_the_host_is_measured(device: HostDevice) -> None:
+    """Real numbers of this machine: all positive, and memory, products and attention within what machines do."""
+    numbers = dict(rates.measure_products(device))
+    numbers |= rates.measure_steps(device, KV, numbers)
+    found = rates.host_rates(numbers)
+    assert isinstance(found, Rates)
+    assert 1e8 < found.link_bytes_per_s < 1e12
+    assert 1e7 < found.attention_bytes_per_s < 1e12
+    assert 1e-6 < found.layer_s < 1.0
+    assert all(1e8 < speed < 1e12 for speed in found.weight_bytes_per_s.values())
+    for costs in found.row_costs.values():
+        assert list(costs) == sorted(costs)
+
+
+class Clocked:
+    """A device whose copies take their time on a clock of the test's: bytes over a rate per stream."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.copy, self.compute = object.__new__(_Stream), object.__new__(_Stream)
+        self.rates = {id(self.copy): 5e9, id(self.compute): 1e11}
+
+    def free_bytes(self) -> int:
+        return 64 << 20
+
+    def allocate(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        return np.empty(shape, dtype)
+
+    def allocate_pinned(self, size_bytes: int) -> np.ndarray:
+        return np.empty(size_bytes, np.uint8)
+
+    def enqueue_copy(self, dst: np.ndarray, src: np.ndarray, stream: Any) -> None:
+        assert dst.nbytes == src.nbytes <= self.free_bytes() // 8
+        self.now += src.nbytes / self.rates[id(stream)]
+
+
+class _Stream:
+    def synchronize(self) -> None:
+        pass
+
+
+def test_a_gpu_is_measured_by_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over the link bytes count once, within memory twice, as read and as written; little memory is taken."""
+    device: Any = Clocked()
+    monkeypatch.setattr(rates, "perf_counter", lambda: device.now)
+    numbers = rates.measure_gpu(device)
+    assert numbers == {"link": pytest.approx(5e9), "memory": pytest.approx(2e11)}
+    found = rates.gpu_rates(numbers)
+    assert found.link_bytes_per_s == numbers["link"]
+    assert all(0.5 < speed / numbers["memory"] <= 1.0 for speed in found.weight_bytes_per_s.values())
+    assert all(len(costs) == 8 and list(costs) == sorted(costs) for costs in found.row_costs.values())
