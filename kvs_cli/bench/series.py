@@ -53,11 +53,15 @@ def series_of(rows: Sequence[Row]) -> list[Series]:
     differing = [name for name in _TOLD_APART if len({row.get(name) for row in good}) > 1]
     found: dict[str, dict[int, list[Row]]] = {}
     for row in good:
-        types = tuple(part for part in str(row["spec_type"]).split(",") if part != "none")
-        name = Variant(types, int(str(row["draft_n_max"] or 0))).name
-        name = ", ".join([name, *(f"{told.replace('_', ' ')} {row[told]}" for told in differing)])
+        name = ", ".join([variant_name(row), *(f"{told.replace('_', ' ')} {row[told]}" for told in differing)])
         found.setdefault(name, {}).setdefault(int(str(row["context_capacity"])), []).append(row)
     return [Series(name, dict(sorted(by_context.items()))) for name, by_context in found.items()]
+
+
+def variant_name(row: Row) -> str:
+    """``plain``, ``mtp 3``: how the row's text was drafted."""
+    types = tuple(part for part in str(row["spec_type"]).split(",") if part != "none")
+    return Variant(types, int(str(row["draft_n_max"] or 0))).name
 
 
 def contexts_of(lines: Sequence[Series]) -> list[int]:

@@ -12,8 +12,6 @@ from pathlib import Path
 from kvs_cli.bench.columns import COLUMNS, Cell, Row
 from kvs_core.errors import SettingsError
 
-_MOST_ROWS = 1_000_000
-
 
 class RowStore:
     """The rows of one folder, in the order in which they were finished."""
@@ -68,7 +66,7 @@ def read_jsonl(path: Path) -> list[Row]:
     """Rows of a file; the last line may be cut short, and is then left out. Raises SettingsError for anything else."""
     rows: list[Row] = []
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    for number, line in enumerate(lines[:_MOST_ROWS], 1):
+    for number, line in enumerate(lines, 1):
         if not line:
             continue
         try:

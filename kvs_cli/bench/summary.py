@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from kvs_cli.bench.columns import COLUMNS, Row
-from kvs_cli.bench.series import Series, Spread, contexts_of, series_of, subject, tokens_text
+from kvs_cli.bench.series import Series, Spread, contexts_of, series_of, subject, tokens_text, variant_name
 
 _TABLES = (
     ("Decode, tokens/s", "decode_tps", 2),
@@ -33,17 +33,16 @@ def summary(rows: Sequence[Row]) -> str:
         text += ["", "## Fastest", "", *best]
     if failed:
         text += ["", "## Failed", ""]
-        text += [f"- {tokens_text(int(str(row['context_capacity'])))}, {row['spec_type']} {row['draft_n_max'] or ''}: "
-                 f"{row['error']} ({row['log']})" for row in failed]
+        text += [f"- {tokens_text(int(str(row['context_capacity'])))}, {variant_name(row)}: {row['error']} "
+                 f"({row['log']})" for row in failed]
     text += ["", "## What the numbers mean", "", *(f"- `{name}`: {COLUMNS[name]}" for name in _EXPLAINED), ""]
     return "\n".join(text)
 
 
 def _table(lines: Sequence[Series], column: str, digits: int) -> list[str]:
-    shown: Callable[[Spread | None], str] = lambda spread: _cell(spread, digits)   # noqa: E731
     rows = ["| context | " + " | ".join(line.name for line in lines) + " |", "| ---: |" + " ---: |" * len(lines)]
     for context in contexts_of(lines):
-        cells = [shown(line.spread(context, column)) for line in lines]
+        cells = [_cell(line.spread(context, column), digits) for line in lines]
         rows.append(f"| {tokens_text(context)} | " + " | ".join(cells) + " |")
     return rows
 

@@ -145,4 +145,6 @@ class KvStep:
     def _close(self) -> None:
         self._open = False
         # Tiles take long between two attention layers; the ring is made for the steps that are most.
+        if self.tile_scratch:
+            self._kv.streamer.take_starved()
         self._kv.step_closed(0.0 if self.tile_scratch else self._longest_gap_s)

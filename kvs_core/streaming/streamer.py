@@ -115,9 +115,11 @@ class Streamer:
         self._consumed.clear()
 
     def forget_fences(self) -> None:
-        """After a capture: its fences mean nothing outside, and what is enqueued next comes behind its launch."""
+        """After a capture: its fences mean nothing outside, and what is enqueued next comes behind its launch. Nor does
+        what was seen on the way tell of the link: nothing has run."""
         self._in_ring = deque(_InRing(entry.run, PASSED) for entry in self._in_ring)
         self._consumed.clear()
+        self._idled = self._starved = False
 
     def acquire(self, run: Run) -> None:
         """Before the attention call that reads ``run``: the compute stream waits until it is there."""

@@ -74,7 +74,7 @@ def test_the_summary_has_medians_failures_and_meanings() -> None:
     text = summary([*ROWS, measured(65536, 3, error="too large", log="logs/y.log")])
     assert "| 16 Ki | 24576.00 (16384.00 to 32768.00) | 24576.00 (16384.00 to 32768.00) |" in text
     assert "8 points measured, 1 failed; 2 repeats." in text
-    assert "- 64 Ki, draft-mtp 3: too large (logs/y.log)" in text
+    assert "- 64 Ki, mtp 3: too large (logs/y.log)" in text
     assert "`step_over_floor`" in text
 
 

@@ -121,9 +121,9 @@ def test_a_real_sweep_is_interrupted_and_finished(tmp_path: Path) -> None:
     """Three contexts, one of them longer than the model can, times two variants, each point in a process of its own:
     Ctrl-C in the middle leaves valid files and no process, --resume runs the rest, and the CSV is complete."""
     out = tmp_path / "sweep"
-    command = [*KVS, "bench", "sweep", "--device", "cpu", "-t", "1", "--contexts", "512,1536,65536", "--mtp-lengths", "0,2",
-               "--decode-tokens", "12", "--arena-mib", "1", "-ctk", "q8_0", "-ctv", "q4_0", "--kv-page-tokens", "32",
-               "-ub", "32", "-b", "32", "--output", str(out)]
+    command = [*KVS, "bench", "sweep", "--device", "cpu", "-t", "1", "--contexts", "512,1536,65536",
+               "--mtp-lengths", "0,2", "--decode-tokens", "12", "--arena-mib", "1", "-ctk", "q8_0", "-ctv", "q4_0",
+               "--kv-page-tokens", "32", "-ub", "32", "-b", "32", "--output", str(out)]
     first = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     end = time.monotonic() + WAIT_S
     while not (out / "sweep.csv").exists() or len(read_csv(out / "sweep.csv")) < 2:

@@ -135,7 +135,7 @@ def test_a_launch_that_fails_has_not_happened(
 
 
 @pytest.mark.parametrize(
-    "purpose", ["weights", "the step table", "the arena", "plan tables", "the tokens of a step", "recurrent state"]
+    "purpose", ["weights", "step tables", "the arena", "plan tables", "the tokens of a step", "recurrent state"]
 )
 def test_device_memory_that_cannot_be_had(machine: Machine, models: dict[str, Path], purpose: str) -> None:
     """No engine comes of it, and the error names what the memory was for."""

@@ -184,6 +184,16 @@ def test_rounds_without_that_came_by_themselves_count() -> None:
         returns.observe("ngram-mod" if drafted else "", drafted=drafted, tokens=drafted, seconds=1.0)
 
 
+def test_a_first_draft_to_no_avail_is_enough() -> None:
+    """One whose tokens were all wrong; where some were right, a second one is seen."""
+    for right, allowed in ((0, 0), (1, USUAL)):
+        returns = Returns(["ngram-mod"], USUAL)
+        for _ in range(2):
+            returns.observe("", drafted=0, tokens=1, seconds=1.0)
+        returns.observe("ngram-mod", drafted=5, tokens=1 + right, seconds=3.0)
+        assert returns.limits(LIMIT) == {"ngram-mod": allowed}
+
+
 def test_what_a_long_draft_costs_afterwards_is_its_own() -> None:
     """Pages that make room for a wide step come back in the round behind it: where that costs more than the long draft
     gives, drafts are short, and the rounds behind count as any other."""

@@ -327,3 +327,19 @@ def test_captured_copies_count_when_they_are_launched() -> None:
         assert after.copy_bytes - before.copy_bytes == streamed * GEOMETRY.page_bytes
     one.check_history()
     one.close()
+
+
+def test_a_recording_says_nothing_of_the_link() -> None:
+    """A step that is recorded has not waited for the link, and no ring grows for it: not even where a run that is too
+    long for the slots that are free leaves the link without work while the step is recorded."""
+    one = Simulation(5, LEAST + 12, ring=12, run=6)
+    while len(one.tokens) < 16 * PAGE:
+        one.step(PREFILL, PREFILL_ROWS, PREFILL_ROWS)
+    one.kv.streamer.take_starved()
+    recorded = one.captured.recorded
+    for rows in (1, 3, 1, 4, 2):
+        one.step(DECODE, rows, 0)
+        assert not one.kv.streamer.take_starved()
+    assert len({run.pages for run in one.kv.streamer.schedule.runs}) > 1
+    assert one.captured.recorded == recorded + 4
+    one.close()
