@@ -200,7 +200,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KvsError as error:
         return _fail(str(error))
     except _UsageError as error:
-        return _fail(f"{cast('Any', error).format_message().rstrip('.')}; kvs --help lists what there is")
+        said = cast("Any", error).format_message().rstrip(".")
+        return _fail(f"{said}; kvs --help lists what there is") if said else 0   # help has been printed instead
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
     except BrokenPipeError:  # the reader has left in the middle of the help that typer prints

@@ -27,7 +27,7 @@ def help_text(command: Command, *, everything: bool = False, width: int = 120) -
     "line",
     ["", "--help", "-h", "--version", "--completion-bash", "run --help", "run --usage", "run --help-all",
      "run --version", "run --list-devices", "run --completion-bash", "info -h", "info --help-all", "completion",
-     "completion zsh"],
+     "completion zsh", "bench", "bench --help", "plan --help"],
 )
 def test_answers_end_with_0(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     """What only asks for a text gets it on stdout, and nothing is said on stderr."""
