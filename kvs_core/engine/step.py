@@ -256,6 +256,7 @@ class Step:
         self, kind: str, batch: Batch, inputs: StepInputs, forward: Callable[[], Buffer | None], layers: range
     ) -> None:
         assert not self._ran, "drafts come before the step runs"
+        assert self._room is None, "a step in tiles has no drafts of its own"
         assert self._drafted == 0 or self._last_kind == kind, "two kinds of drafts in one step"
         assert self._drafted < self._kv.reserved, f"{self._drafted + 1} drafts in a step of {self._kv.reserved} rows"
         self._kv.draft()

@@ -68,7 +68,7 @@ class TileRoom:
 
     def widest(self, rows: int) -> int:
         """Rows, ``rows`` at most, that a decode step can have now."""
-        rows = min(rows, max(MAX_ROWS, self._most_rows))
+        rows = min(rows, max(MAX_ROWS, self._most_rows), self._kv.cache.capacity_tokens - self._kv.cache.committed)
         while rows > MAX_ROWS and not self._kv.can_lend(self._slots(rows), rows):
             rows = (ceil_div(rows, MAX_ROWS) - 1) * MAX_ROWS
         return rows

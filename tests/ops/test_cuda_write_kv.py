@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ import pytest
 
 from kvs_core.device.base import AttentionParams, RopeTable
 from kvs_core.device.cuda.kernel import address
+from kvs_core.device.cuda.ops.embed import Rope
 from kvs_core.device.cuda.ops.write_kv import LOG2_E, WriteKv
 from kvs_core.device.cuda.plan import DevicePlan
 from kvs_core.device.cuda.tables import PlanLayout
@@ -145,7 +145,7 @@ def run(lab: Any, case: Case, phase: Phase) -> Result:
     words = np.zeros(layout.words, np.int32)
     layout.fill(plan, words)
     table = lab.array(words)
-    rope = SimpleNamespace(cs=lab.array(angles(case)), n_rot=case.table.n_rot, interleaved=case.table.interleaved)
+    rope = Rope(case.table.n_rot, case.table.interleaved, None, lab.array(angles(case)))
     q_norm, k_norm = (None if norm is None else lab.array(norm) for norm in (case.q_norm, case.k_norm))
     pool = lab.array(np.full((max(slots) + 2, geometry.page_bytes), POISON, np.uint8))
     q = lab.empty((align_up(rows, 8), case.heads, geometry.k_dim), np.float32)
