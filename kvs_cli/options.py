@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 from kvs_cli.yaml_file import read_yaml
 from kvs_core.errors import SettingsError
+from kvs_core.settings.drafters import drafters_of
 from kvs_core.settings.kinds import ON, shown
 from kvs_core.settings.setting import Command, Setting
 from kvs_core.settings.table import BY_FLAG, BY_KEY, BY_YAML_NAME, DEFAULTS, TABLE, yaml_name
@@ -77,6 +78,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], command: Command) -> 
     if not any(given[action].value for action in _ACTIONS if action in given):
         _refuse(given.values(), command)
         notices += _without_effect(given, command)
+        notices += _of_idle_drafters(given, command)
     values = dict(DEFAULTS) | {key: found.value for key, found in given.items()}
     return Parsed(MappingProxyType(values), frozenset(given), tuple(notices), positionals)
 
@@ -216,6 +218,20 @@ def _shown_value(found: _Given) -> str:
         return ""
     text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
     return f" {text}" if found.source is Source.COMMAND_LINE else f"={text}"
+
+
+def _of_idle_drafters(given: Mapping[str, _Given], command: Command) -> list[str]:
+    """Flags for drafters that ``--spec-type`` does not name, one line for those of the same drafters."""
+    asked = set(cast("Sequence[str]", given["spec_type"].value)) if "spec_type" in given else set[str]()
+    if "spec_default" in given and given["spec_default"].value:
+        asked.add("ngram-mod")
+    idle: dict[tuple[str, ...], list[str]] = {}
+    for key, found in given.items():
+        types = drafters_of(key)
+        says_more = command not in found.setting.commands or found.setting.no_effect(found.value)
+        if types and asked.isdisjoint(types) and found.source is Source.COMMAND_LINE and not says_more:
+            idle.setdefault(types, []).append(found.name)
+    return [f"{', '.join(names)}: no effect without --spec-type {' or '.join(types)}" for types, names in idle.items()]
 
 
 def _without_effect(given: Mapping[str, _Given], command: Command) -> list[str]:

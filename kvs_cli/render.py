@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeAlias
 from rich.console import Console
 
 from kvs_cli.ending import printable, writing
-from kvs_cli.result import Drafts, RunResult
+from kvs_cli.result import Drafts, RunResult, Timings
 from kvs_core.settings import LoggingSettings
 from kvs_core.units import MIB, Progress
 
@@ -150,6 +150,13 @@ def log_drafts(drafts: Drafts) -> None:
     )
 
 
+def _text_speed(times: Timings) -> str:
+    """A single token comes with the prompt: it has no speed."""
+    if times.predicted_n <= 1:
+        return f"{times.predicted_n} token{'' if times.predicted_n else 's'}"
+    return f"{times.predicted_n} tokens, {times.predicted_per_second:.1f} tokens/s"
+
+
 def log_summary(result: RunResult) -> None:
     """How a run ended, how fast it was and what its KV took."""
     seed = f"; seed {result.seed}" if result.seed_is_random else ""
@@ -157,8 +164,8 @@ def log_summary(result: RunResult) -> None:
     LOGGER.info("stop: %s%s%s", result.stop_reason, seed, of_what)
     times = result.timings
     LOGGER.info(
-        "prompt: %d tokens, %.1f tokens/s; text: %d tokens, %.1f tokens/s; first token after %.0f ms",
-        times.prompt_n, times.prompt_per_second, times.predicted_n, times.predicted_per_second, times.first_token_ms,
+        "prompt: %d tokens, %.1f tokens/s; text: %s; first token after %.0f ms",
+        times.prompt_n, times.prompt_per_second, _text_speed(times), times.first_token_ms,
     )
     if result.drafts is not None:
         log_drafts(result.drafts)

@@ -70,6 +70,8 @@ class PromptReader:
             if not isinstance(given.get("prompt_string"), str):
                 raise bad_request("a prompt object needs a 'prompt_string'")
             given = given["prompt_string"]
+        if not isinstance(given, (str, list)):
+            raise bad_request("a prompt must be a string, an array of tokens and strings, or an array of prompts")
         return self.checked(self.tokens(given, add_special=True))
 
     def checked(self, tokens: list[int]) -> tuple[int, ...]:

@@ -168,6 +168,11 @@ class AttentionRows:
     out: Buffer
 
 
+# Whose plan ``Ops.load_plan`` takes, where it is not that of a decode step of so many rows.
+PREFILL_PLAN = 0
+DRAFT_PLAN = -1   # one row that attends to what is resident
+TILES_PLAN = -2   # a decode step in tiles
+
 Turn = Callable[[int], None]
 """``Device.use_tile``: the ops from here on belong to the tile of that number."""
 
@@ -329,8 +334,8 @@ class Ops(Protocol):
     def load_plan(self, layer: int, rows: int, plan: LayerPlan) -> Any:
         """Make the pages of an attention layer known; what is returned stands for the plan in the ops below.
 
-        It replaces the layer's plan for decode steps of ``rows`` rows, for prefill steps (0), for drafts (-1) or for
-        decode steps that run in tiles (-2).
+        It replaces the layer's plan for decode steps of ``rows`` rows, or for those that ``PREFILL_PLAN`` and its kind
+        name.
         Captured work stays valid if ``plan.shape`` has not changed.
         """
         ...

@@ -20,6 +20,17 @@ DRAFTERS = ("ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-
 MODEL_DRAFTERS = ("draft-mtp", "draft-resident")
 """Types that run the model, bounded by ``--spec-draft-n-max``; the others look at tokens alone."""
 
+_OF_PREFIX = {
+    "spec_draft_": MODEL_DRAFTERS, "spec_ngram_simple_": ("ngram-simple",), "spec_ngram_map_k4v_": ("ngram-map-k4v",),
+    "spec_ngram_map_k_": ("ngram-map-k",), "spec_ngram_mod_": ("ngram-mod",), "lookup_cache_": ("ngram-cache",),
+}
+
+
+def drafters_of(key: str) -> tuple[str, ...]:
+    """The types that a setting of ``settings.speculative`` is for; none where it is for all or for no drafter."""
+    return next((types for prefix, types in _OF_PREFIX.items() if key.startswith(prefix)), ())
+
+
 MAX_VERIFY_ROWS = 65
 MAX_MODEL_DRAFT = 7
 NGRAM_CACHE_DRAFT = 8

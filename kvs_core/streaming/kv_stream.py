@@ -34,7 +34,6 @@ from kvs_core.streaming.streamer import Streamer
 _MOST_LENT = 2      # a half of the pool is the most that is lent
 
 
-
 @dataclass(frozen=True, slots=True)
 class KvStats:
     """Where the pages are now, and what has happened since the start."""

@@ -8,14 +8,10 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvs_core.device.base import Device
+from kvs_core.device.base import DRAFT_PLAN, PREFILL_PLAN, TILES_PLAN, Device
 from kvs_core.memory.phases import Phase
 from kvs_core.paging.spans import Chunk, LayerPlan, plan_layer
 from kvs_core.streaming.layer_kv import LoadedPlan
-
-# Instead of the rows of a decode step; 0 for prefill.
-DRAFT = -1    # one row that attends to what is resident
-_TILES = -2   # rows in tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +59,7 @@ class StepPlans:
 
     def of_step(self, layer: int, rows: int, phase: Phase) -> LoadedPlan:
         """What a step's rows attend to."""
-        key = (layer, rows if phase is Phase.DECODE else 0)
+        key = (layer, rows if phase is Phase.DECODE else PREFILL_PLAN)
         if key not in self._plans:
             lie = self._pages.lie(layer)
             if phase is Phase.DECODE:
@@ -75,7 +71,7 @@ class StepPlans:
 
     def of_tiles(self, layer: int, scratch_groups: int) -> LoadedPlan:
         """What every tile of a decode step attends to, in calls for scratch of so many groups."""
-        key = (layer, _TILES)
+        key = (layer, TILES_PLAN)
         if key not in self._plans:
             lie = self._pages.lie(layer)
             self._load(key, plan_layer(lie.slots, lie.chunks, scratch_groups=scratch_groups))
@@ -83,7 +79,7 @@ class StepPlans:
 
     def of_draft(self, layer: int) -> LoadedPlan:
         """What one row of a draft attends to: what is resident, and nothing that would have to be waited for."""
-        key = (layer, DRAFT)
+        key = (layer, DRAFT_PLAN)
         if key not in self._plans:
             lie = self._pages.lie(layer)
             resident = [chunk for chunk in lie.chunks if chunk.run is None]
@@ -99,7 +95,7 @@ class StepPlans:
 
     def draft_signature(self, layers: range) -> Hashable:
         """What captured work for a draft row in these layers depends on."""
-        key = (DRAFT, layers)
+        key = (DRAFT_PLAN, layers)
         if key not in self._signatures:
             plans = [self.of_draft(layer).plan for layer in layers]
             self._signatures[key] = (self._bound, tuple(plan.shape for plan in plans))

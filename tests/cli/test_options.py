@@ -231,6 +231,11 @@ def test_settings_that_need_another_one() -> None:
     assert run("--n-probs", "3", "--chat-template", "{{ x }}").notices == (
         "--n-probs: no effect without --json", "--chat-template: no effect without --chat")
     assert run("-hft", "x").notices == ("-hft: no effect without --hf-repo",)
+    idle = run("--spec-type", "ngram-simple", "--spec-draft-n-max", "5", "--spec-ngram-mod-n-max", "9",
+               "--spec-ngram-simple-size-n", "3")
+    assert idle.notices == ("--spec-draft-n-max: no effect without --spec-type draft-mtp or draft-resident",
+                            "--spec-ngram-mod-n-max: no effect without --spec-type ngram-mod")
+    assert run("--spec-default", "--spec-ngram-mod-n-max", "64").notices == ()
     assert run("--n-probs", "3", "--json", "--chat-template", "{{ x }}", "--chat").notices == ()
 
 

@@ -205,8 +205,16 @@ _lib = _library()
 _keep_hidden = getattr(_lib, KEEP_HIDDEN)
 _hidden = getattr(_lib, HIDDEN)
 _log_callback = CFUNCTYPE(None, c_int32, c_char_p, c_void_p)(_keep_warnings)  # lives as long as the library may call it
-_lib.llama_log_set(_log_callback, None)
 _lib.llama_backend_init()
+
+
+def _listen() -> None:
+    """Hear what the library says from now on; who else uses it in this process may have turned it elsewhere."""
+    _lib.llama_log_set(_log_callback, None)
+    _log.clear()
+
+
+_listen()
 
 
 def _refused(what: str) -> LlamaCppError:
@@ -221,7 +229,7 @@ class Model:
         params = _lib.llama_model_default_params()
         params.use_extra_bufts = False
         params.load_mtp = load_mtp
-        _log.clear()
+        _listen()
         self._model = _lib.llama_model_load_from_file(str(path).encode(), params)
         if not self._model:
             raise _refused(f"llama.cpp cannot load {path}")
@@ -282,7 +290,7 @@ class Model:
         params.type_v = gguf.GGMLQuantizationType[type_v.upper()].value
         params.flash_attn_type = int(flash_attn)
         params.ctx_type = CONTEXT_TYPE_MTP if mtp else 0
-        _log.clear()
+        _listen()
         pointer = _lib.llama_init_from_model(self._model, params)
         if not pointer:
             raise _refused(f"llama.cpp cannot make a context with K {type_k} and V {type_v}")
@@ -375,7 +383,7 @@ class Context:
             (POINTER(c_int32) * count)(*[ctypes.cast(sequence, POINTER(c_int32))] * count),
             (c_int8 * count)(*[1] * count),
         )
-        _log.clear()
+        _listen()
         status = _lib.llama_decode(self._context, batch)
         if status != 0:
             raise _refused(f"llama_decode of {count} tokens at {self.position} answered {status}")

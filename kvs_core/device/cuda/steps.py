@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvs_core.device.base import Buffer, Fence, StepInputs
+from kvs_core.device.base import DRAFT_PLAN, PREFILL_PLAN, TILES_PLAN, Buffer, Fence, StepInputs
 from kvs_core.device.cuda.kernel import address
 from kvs_core.device.cuda.plan import DevicePlan
 from kvs_core.device.cuda.runtime import Runtime
@@ -156,8 +156,9 @@ class PlanTables:
 
     def load(self, layer: int, rows: int, plan: LayerPlan) -> DevicePlan:
         """Enqueue the table's new contents. ``rows``: see ``Ops.load_plan``."""
-        if rows:
-            index, layout = self._max_rows - 1 - rows if rows < 0 else rows - 1, self._decode
+        if rows != PREFILL_PLAN:
+            own = {DRAFT_PLAN: self._max_rows, TILES_PLAN: self._max_rows + 1}
+            index, layout = own.get(rows, rows - 1), self._decode
         else:
             index, layout = self._max_rows + 2 + self._turn[layer], self._prefill
             self._turn[layer] = (self._turn[layer] + 1) % _AHEAD
