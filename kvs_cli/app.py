@@ -113,7 +113,7 @@ def serve(ctx: typer.Context) -> None:
 
 
 @app.command(help="Write a model with the shapes of a real one and random weights, for measuring other programs: "
-                  "SHAPE:MIX as --model synthetic:SHAPE:MIX takes it, such as qwen3.5-27b:iq4_xs.")
+                  "SHAPE:MIX[:mtp] as --model synthetic: takes it, such as qwen3.5-27b:iq4_xs.")
 def synthesize(
     name: Annotated[str, typer.Argument(metavar="SHAPE:MIX[:mtp]", help="Which; a wrong one lists what there is.")],
     out: Annotated[str, typer.Argument(metavar="OUT.gguf", help="A file that does not exist yet.")],
@@ -201,7 +201,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(str(error))
     except _UsageError as error:
         said = cast("Any", error).format_message().rstrip(".")
-        return _fail(f"{said}; kvs --help lists what there is") if said else 0   # help has been printed instead
+        where = cast("Any", error).ctx
+        command = "kvs" if where is None else where.command_path
+        return _fail(f"{said}; {command} --help lists what there is") if said else 0   # help has been printed instead
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
     except BrokenPipeError:  # the reader has left in the middle of the help that typer prints

@@ -26,7 +26,7 @@ _USAGE: Mapping[Command, str] = MappingProxyType({
     "run": "kvs run [PROMPT_FILE | -] [--model FILE] [options]",
     "info": "kvs info [MODEL] [options]",
     "plan": "kvs plan [MODEL] [options]",
-    "serve": "kvs serve --model FILE [options]",
+    "serve": "kvs serve [--model FILE] [options]",
 })
 _EXAMPLES: Mapping[Command, tuple[tuple[str, str], ...]] = MappingProxyType({
     "run": (

@@ -17,7 +17,7 @@ class RowStore:
     """The rows of one folder, in the order in which they were finished."""
 
     def __init__(self, folder: Path, *, resume: bool) -> None:
-        """Makes the folder. Raises SettingsError if it cannot be, or holds a sweep and ``resume`` is not given.
+        """Makes the folder. Raises SettingsError if it cannot be, or holds a measured row and ``resume`` is not given.
 
         With ``resume`` rows without error are kept; failed ones, and a row that was cut short, are dropped.
         """
@@ -26,10 +26,11 @@ class RowStore:
         try:
             (folder / "logs").mkdir(parents=True, exist_ok=True)
             if self._jsonl.exists():
-                if not resume:
+                rows = [row for row in read_jsonl(self._jsonl) if not row.get("error")]
+                if rows and not resume:
                     raise SettingsError(f"{folder}: holds a sweep already; add --resume to go on with it, or give "
                                         "another --output")
-                self.rows = [row for row in read_jsonl(self._jsonl) if not row.get("error")]
+                self.rows = rows
             _replace(self._jsonl, "".join(map(_line, self.rows)))
             self._write_csv()
         except OSError as error:

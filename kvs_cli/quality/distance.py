@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -75,11 +74,6 @@ class Distance:
             self.agreed += 1
         elif self.parting is None:
             self.parting = Parting(len(self.kl) - 1, a, b, float(own[a] - own[b]))
-
-    def add_all(self, ours: Iterable[np.ndarray], theirs: Iterable[np.ndarray]) -> None:
-        """Row by row."""
-        for mine, other in zip(ours, theirs, strict=True):
-            self.add(mine, other)
 
 
 def log_probs(logits: np.ndarray) -> np.ndarray:

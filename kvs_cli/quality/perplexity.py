@@ -181,7 +181,8 @@ def run_perplexity(bench: Bench, most_tokens: int, stride: int | None, text_file
 def summary_text(summary: dict[str, Any]) -> str:
     """The measures, for people."""
     def line(name: str, key: str) -> str:
-        return f"{name:<16}{summary[key]:.4f} ± {summary[f'{key}_error']:.4f}"
+        spread = "unknown with one token" if summary["tokens"] == 1 else f"{summary[f'{key}_error']:.4f}"
+        return f"{name:<16}{summary[key]:.4f} ± {spread}"
 
     note = ", of a synthetic model: it means nothing" if summary["synthetic"] else ""
     return "\n".join([

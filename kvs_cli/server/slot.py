@@ -116,8 +116,14 @@ class Conversation:
     def _can_set_aside(self) -> bool:
         """Whether the conversation in hand is to be kept, and there is memory for it and for another."""
         session = self.session
-        if not session.tokens or not self.parked.fits(session.parked_bytes) or self.parked.covers(session.tokens):
+        if not session.tokens or self.parked.covers(session.tokens):
             return False
+        # Better without some of its checkpoints than not at all.
+        while not self.parked.fits(session.parked_bytes):
+            if not session.thin():
+                LOGGER.info("a conversation of %d tokens is not kept: it needs %.0f MiB, more than --cache-ram has",
+                            len(session.tokens), session.parked_bytes / MIB)  # fmt: skip
+                return False
         while available_ram_bytes() < LEAST_FREE_BYTES:
             if not self.parked.drop_oldest():
                 return False

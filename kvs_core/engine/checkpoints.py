@@ -80,6 +80,13 @@ class Checkpoints:
             self._held.pop(self._least_missed())
         return bool(self._held)
 
+    def thin(self) -> bool:
+        """Drop the one that is missed least, but for the last two; False if there are no more."""
+        if len(self._held) < 3:
+            return False
+        self._held.pop(self._least_missed())
+        return True
+
     def best(self, tokens: int) -> Checkpoint | None:
         """The last one at or before a position."""
         return next((held for held in reversed(self._held) if held.position <= tokens), None)

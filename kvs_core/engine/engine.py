@@ -225,8 +225,9 @@ class Engine:
 
     @property
     def parked_bytes(self) -> int:
-        """Pinned bytes that ``park`` would give away now; a checkpoint comes on top."""
-        return self._kv.parked_bytes
+        """Host memory that ``park`` would give away now: the history, and the checkpoint at its end."""
+        hidden = 0 if self._model.nextn is None else int(self._model.nextn.hidden[0].nbytes)
+        return self._kv.parked_bytes + self._state.snapshot_bytes + hidden
 
     def reclaim_with(self, reclaim: Callable[[], bool]) -> None:
         """Called, before a step runs, where the history finds no memory: gives some back, or says False."""

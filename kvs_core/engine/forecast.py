@@ -265,7 +265,8 @@ def _draft_s(setup: Setup, rates: Rates, tokens: int, placement: Placement, kind
     if kind == "draft-mtp":
         parts, layers = (weights.nextn, weights.head), setup.favoured
         cuts = cuts[setup.trunk_kv_layers :]
-        streamed_s = sum(cuts) * geometry.page_bytes / rates.link_bytes_per_s
+        streamed = sum(cut - min(setup.head_pages, cut) for cut in cuts)
+        streamed_s = streamed * geometry.page_bytes / rates.link_bytes_per_s
         attention_s = len(cuts) * rates.attend_s(geometry.token_bytes * tokens, 1)
     else:
         parts, layers = (weights.trunk, weights.head), setup.layers

@@ -77,7 +77,10 @@ def find_rates(device: Device, kv: KvSettings) -> Found:
         return Found(gpu_rates(numbers), kept)
     machine, machine_kept = _find(facts, lambda: measure_products(device), device.name)
     types = {"type_k": kv.type_k, "type_v": kv.type_v, "rotation": kv.rotation}
-    steps, steps_kept = _find(facts | types, lambda: measure_steps(device, kv, machine), f"{device.name}'s attention")
+    steps, steps_kept = _find(
+        facts | types, lambda: measure_steps(device, kv, machine),
+        f"{device.name}'s attention over K {kv.type_k} and V {kv.type_v}",
+    )
     return Found(host_rates(machine | steps), machine_kept and steps_kept)
 
 
@@ -255,7 +258,7 @@ def _facts(device: Device) -> dict[str, object]:
     facts: dict[str, object] = {"format": _FORMAT, "machine": platform.node(), "device": device.name}
     if isinstance(device, HostDevice):
         code = Path(host.__path__[0])
-        facts |= {"threads": device.threads, "numpy": np.__version__}
+        facts |= {"cpu": _cpu_model(), "threads": device.threads, "numpy": np.__version__}
     else:
         code = SOURCES
         facts |= {"driver": Driver().cuda_version}
@@ -263,6 +266,16 @@ def _facts(device: Device) -> dict[str, object]:
     for path in sorted((*code.rglob("*.py"), *code.rglob("*.cu*"))):
         digest.update(path.read_bytes())
     return facts | {"code": digest.hexdigest()}
+
+
+def _cpu_model() -> str:
+    """Under the same name another processor may stand: containers and machines that are rebuilt."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor())
 
 
 def _find(facts: Mapping[str, object], measure: Callable[[], Numbers], what: str) -> tuple[dict[str, float], bool]:
@@ -295,7 +308,11 @@ def _keep(path: Path, key: str, numbers: Numbers) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         # Under another name first: another process that reads finds all or nothing.
         with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".", delete=False) as file:
-            json.dump({"key": key, "numbers": dict(numbers)}, file)
-        os.replace(file.name, path)
+            beside = Path(file.name)
+        try:
+            beside.write_text(json.dumps({"key": key, "numbers": dict(numbers)}))
+            os.replace(beside, path)
+        finally:
+            beside.unlink(missing_ok=True)
     except OSError as error:
         LOGGER.warning("measured rates cannot be kept in %s: %s; set KVS_CACHE_DIR", path.parent, error.strerror)

@@ -151,8 +151,12 @@ class Session:
 
     @property
     def parked_bytes(self) -> int:
-        """Host memory that ``park`` would give away, but for the checkpoint at the end."""
+        """Host memory that ``park`` would give away."""
         return self.engine.parked_bytes + sum(held.size_bytes for held in self.checkpoints)
+
+    def thin(self) -> bool:
+        """Drop a checkpoint, to take less memory; False if the last two are left."""
+        return self._checkpoints is not None and self._checkpoints.thin()
 
     def park(self) -> ParkedSession:
         """Set the conversation aside and be empty. Between steps.

@@ -211,6 +211,11 @@ class RecurrentState:
         assert self._mode is _Mode.IDLE, f"flush while {self._mode.value}"
         self._apply_pending(self._shapes)
 
+    @property
+    def snapshot_bytes(self) -> int:
+        """Host memory that ``snapshot`` takes."""
+        return sum(int(state.state.nbytes) + int(state.ring_x.nbytes) for state in self._states.values())
+
     def snapshot(self) -> StateSnapshot:
         """A copy on the host. Flushes first; blocks."""
         self.flush()

@@ -144,3 +144,12 @@ def test_the_one_that_leaves_the_smallest_gap_goes() -> None:
     held.forget_behind(299)
     assert held.best(299) is not None
     assert held.best(99) is None
+
+
+def test_thinning_leaves_the_last_two() -> None:
+    held = Checkpoints(8, 1 << 20)
+    for position in (100, 200, 250, 300):
+        held.add(checkpoint(position))
+    assert [held.thin(), held.thin(), held.thin()] == [True, True, False]
+    assert len(held) == 2
+    assert held.positions[-1] == 300
