@@ -86,6 +86,7 @@ class Conversation:
             self._go_on_with(other, prompt)
         elif parts_from(session.tokens, prompt, here) and self._can_set_aside():
             held = self._set_aside()
+            here = held.reusable(prompt)   # less than before, if a checkpoint had to go
             if here:
                 session.fork(held, here)
         return session.keep_common(prompt)
@@ -118,14 +119,15 @@ class Conversation:
         session = self.session
         if not session.tokens or self.parked.covers(session.tokens):
             return False
-        # Better without some of its checkpoints than not at all.
-        while not self.parked.fits(session.parked_bytes):
-            if not session.thin():
-                LOGGER.info("a conversation of %d tokens is not kept: it needs %.0f MiB, more than --cache-ram has",
-                            len(session.tokens), session.parked_bytes / MIB)  # fmt: skip
-                return False
+        if not self.parked.fits(session.least_parked_bytes):
+            LOGGER.info("a conversation of %d tokens is not kept: it needs %.0f MiB, more than --cache-ram has",
+                        len(session.tokens), session.least_parked_bytes / MIB)  # fmt: skip
+            return False
         while available_ram_bytes() < LEAST_FREE_BYTES:
             if not self.parked.drop_oldest():
+                return False
+        while not self.parked.fits(session.parked_bytes):   # better without some checkpoints than not at all
+            if not session.thin():
                 return False
         return True
 

@@ -154,6 +154,11 @@ class Session:
         """Host memory that ``park`` would give away."""
         return self.engine.parked_bytes + sum(held.size_bytes for held in self.checkpoints)
 
+    @property
+    def least_parked_bytes(self) -> int:
+        """What is left of ``parked_bytes`` when ``thin`` can do no more."""
+        return self.engine.parked_bytes + sum(held.size_bytes for held in self.checkpoints[-2:])
+
     def thin(self) -> bool:
         """Drop a checkpoint, to take less memory; False if the last two are left."""
         return self._checkpoints is not None and self._checkpoints.thin()

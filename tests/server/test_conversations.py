@@ -12,10 +12,13 @@ import pytest
 
 from kvs_cli.server import slot
 from kvs_core.device.host.device import HostDevice
+from kvs_core.engine.checkpoints import Checkpoints
 from kvs_core.engine.engine import Engine
 from kvs_core.engine.parked import ParkedSessions
+from kvs_core.engine.session import Session
 from kvs_core.errors import DeviceError
 from kvs_core.units import MIB
+from tests.engine.tiny import engine, kv_settings
 from tests.server.running import Running, running
 from tests.server.scrapes import scrape
 from tests.support.tiny_gguf import write_tiny_qwen35
@@ -241,3 +244,24 @@ def test_erase_save_and_restore_are_of_the_one_in_hand(path: Path, tmp_path: Pat
         assert talks[0].turn() == held
         server.post("/slots/0?action=restore", filename="c.kvs")   # in the place of the first one
         assert [talks[number].turn() for number in (2, 1, 0)] == [held, held, 0]
+
+
+@pytest.mark.parametrize("missing", [None, 1, 2, 3, 100])
+def test_a_prompt_that_parts_is_exact_whatever_had_to_go(qwen_path: Path, missing: int | None) -> None:
+    """``missing`` checkpoints have no room beside the rest: what is kept of the prompt is what the engine holds, its
+    logits are those of a conversation that went back there, and where nothing fits all checkpoints stay."""
+    told = [7 + index * 31 % 190 for index in range(300)]
+    prompt = [*told[:200], *range(20, 180)]
+    with engine(qwen_path, kv=kv_settings()) as built:
+        session = Session(built, Checkpoints(8, 1 << 30), checkpoint_tokens=64)
+        session.prefill(told)
+        one = session.checkpoints[0].size_bytes
+        most = 1 << 40 if missing is None else max(0, session.parked_bytes - missing * one)
+        kept = slot.Conversation(session, "", None, ParkedSessions(most)).begin(prompt, reuse=True)
+        assert kept == built.committed == len(session.tokens)
+        assert kept == (128 if missing == 3 else 192)
+        logits = session.prefill(prompt[kept:])
+    with engine(qwen_path, kv=kv_settings()) as built:
+        session = Session(built)
+        session.prefill(prompt[:kept])
+        assert session.prefill(prompt[kept:]).tobytes() == logits.tobytes()
