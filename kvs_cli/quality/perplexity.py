@@ -100,27 +100,31 @@ class Score:
         return float(self.nats.mean())
 
     @property
-    def error(self) -> float:
-        """Standard error of the mean, in nats; 0 for one token, of which nothing is known."""
+    def error(self) -> float | None:
+        """Standard error of the mean, in nats; None for one token: nothing is known of it."""
         count = len(self.nats)
-        return float(self.nats.std(ddof=1)) / math.sqrt(count) if count > 1 else 0.0
+        return float(self.nats.std(ddof=1)) / math.sqrt(count) if count > 1 else None
 
     def as_json(self) -> dict[str, Any]:
         """All measures with their errors."""
         count = len(self.nats)
         bits = count / (max(1, self.text_bytes) * math.log(2))   # bits per byte of a nat per token
         ppl = math.exp(min(self.mean, 700.0))   # of a model that is nearly sure of something else every time
+
+        def error_in(unit: float) -> float | None:
+            return None if self.error is None else self.error * unit
+
         return {
             "tokens": count,
             "bytes": self.text_bytes,
             "nats_per_token": self.mean,
             "nats_per_token_error": self.error,
             "nats_per_byte": self.mean * count / max(1, self.text_bytes),
-            "nats_per_byte_error": self.error * count / max(1, self.text_bytes),
+            "nats_per_byte_error": error_in(count / max(1, self.text_bytes)),
             "bits_per_byte": self.mean * bits,
-            "bits_per_byte_error": self.error * bits,
+            "bits_per_byte_error": error_in(bits),
             "perplexity": ppl,
-            "perplexity_error": ppl * self.error,
+            "perplexity_error": error_in(ppl),
         }
 
 
@@ -181,7 +185,8 @@ def run_perplexity(bench: Bench, most_tokens: int, stride: int | None, text_file
 def summary_text(summary: dict[str, Any]) -> str:
     """The measures, for people."""
     def line(name: str, key: str) -> str:
-        spread = "unknown with one token" if summary["tokens"] == 1 else f"{summary[f'{key}_error']:.4f}"
+        error = summary[f"{key}_error"]
+        spread = "unknown with one token" if error is None else f"{error:.4f}"
         return f"{name:<16}{summary[key]:.4f} ± {spread}"
 
     note = ", of a synthetic model: it means nothing" if summary["synthetic"] else ""

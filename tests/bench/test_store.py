@@ -58,6 +58,18 @@ def test_a_finished_sweep_is_not_overwritten(tmp_path: Path) -> None:
         RowStore(tmp_path, resume=True)
 
 
+def test_a_sweep_of_which_nothing_was_measured_is_in_nobodys_way(tmp_path: Path) -> None:
+    """The corrected line begins anew in the same folder; one measured row is kept from that."""
+    store = RowStore(tmp_path, resume=False)
+    store.add(measured(1024, error="no such model"))
+    again = RowStore(tmp_path, resume=False)
+    assert read_csv(tmp_path / "sweep.csv") == []
+    again.add(measured(1024))
+    again.add(measured(2048, error="it broke"))
+    with pytest.raises(SettingsError, match="--resume"):
+        RowStore(tmp_path, resume=False)
+
+
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     """--output below a file, and a CSV that is not there or of something else."""
     (tmp_path / "file").write_text("")

@@ -164,3 +164,13 @@ COMP_WORDS=(kvs r); COMP_CWORD=1; _kvs; echo "${COMPREPLY[@]}"
 """
     done = subprocess.run(["bash"], input=script, text=True, check=True, capture_output=True, timeout=20)
     assert done.stdout.splitlines() == ["--kv-page-tokens", "on", "run"]
+
+
+@pytest.mark.parametrize(
+    ("line", "command"), [("bench sweep", "kvs bench sweep"), ("bench no-such-thing", "kvs bench")]
+)
+def test_a_usage_error_names_the_help_of_what_was_typed(
+    line: str, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert app.main(line.split()) == 1
+    assert capsys.readouterr().err.strip().endswith(f"; {command} --help lists what there is")

@@ -58,6 +58,16 @@ def test_measured_once(measured: list[str], device: HostDevice) -> None:
         assert not rates.find_rates(other, KV).kept
 
 
+def test_another_processor_is_measured(
+    measured: list[str], device: HostDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Machines of one name need not be one machine."""
+    rates.find_rates(device, KV)
+    monkeypatch.setattr(rates, "_cpu_model", lambda: "another")
+    assert not rates.find_rates(device, KV).kept
+    assert measured == ["products", "steps"] * 2
+
+
 @pytest.mark.parametrize("text", [
     "", "{", "[]", "7", '{"numbers": 3}', '{"key": "other", "numbers": {"link": 1.0}}', "bad numbers"])
 def test_what_is_damaged_is_measured_again(

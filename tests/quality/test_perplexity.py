@@ -127,3 +127,9 @@ def test_an_empty_text_is_refused(kvs: Kvs, tmp_path: Path) -> None:
     empty = tmp_path / "empty.txt"
     empty.write_text("")
     assert "has 0; give a longer --text-file" in kvs("bench", "perplexity", "--text-file", empty).error
+
+
+def test_of_one_token_no_error_is_known() -> None:
+    found = Score(np.array([2.0]), 3).as_json()
+    assert found["nats_per_token"] == 2.0
+    assert [value for key, value in found.items() if key.endswith("_error")] == [None] * 4
