@@ -64,11 +64,13 @@ class Steps:
     gpu_ms   from the first to the last work of a step on the GPU
     wall_ms  per step, by the host's clock
     host_ms  of that, what the host does while the GPU has nothing to do
+    host_parts_ms  the same, in parts: before the launch, the launch, behind it, and once the ids are there
     """
 
     gpu_ms: float
     wall_ms: float
     host_ms: float
+    host_parts_ms: tuple[float, ...]
     streamed_bytes: int
     copies: int
     recorded: int
@@ -117,9 +119,9 @@ def decode(engine: Engine, rows: int, steps: int, *, keep: int | None = None) ->
                 moved.append((after.copy_bytes - before.copy_bytes, after.copy_calls - before.copy_calls))
     finally:
         del device.launch
-    parts = [1e3 * float(np.median(part)) for part in zip(*host, strict=True)]
+    parts = tuple(1e3 * float(np.median(part)) for part in zip(*host, strict=True))
     return Steps(
-        float(np.median(gpu)), float(np.median(wall)), sum(parts), int(np.median([each[0] for each in moved])),
+        float(np.median(gpu)), float(np.median(wall)), sum(parts), parts, int(np.median([each[0] for each in moved])),
         int(np.median([each[1] for each in moved])), engine._captured.recorded - recorded,
     )
 

@@ -145,8 +145,9 @@ def residency_step(config: ResidencyConfig, state: ResidencyState, seen: Observa
 
     # Some page is streamed, so more pages are streamed than the ring has slots: it can use them all.
     ring = min(_wanted_ring(config, state, next_state.ring_bonus, seen), most_ring)
-    cuts = _fit(config, cuts, pages, limit, seen.pool_slots - ring)
-    cuts = _promote(config, cuts, pages, seen.pool_slots - ring)
+    resident = sum(pages - len(config.streamed(cut)) for cut in cuts)
+    spare = seen.pool_slots - ring - resident
+    cuts = _fit(config, cuts, limit, -spare) if spare < 0 else _promote(config, cuts, spare)
     since = 0 if ring != state.ring_slots else next_state.steps_since_change
     return replace(next_state, cuts=tuple(cuts), ring_slots=ring, steps_since_change=since)
 
@@ -182,10 +183,9 @@ def _feedback(config: ResidencyConfig, state: ResidencyState, seen: Observation,
     return replace(state, ring_bonus=bonus, steps_since_change=since, calm_steps=calm)
 
 
-def _fit(config: ResidencyConfig, cuts: Sequence[int], pages: int, limit: int, capacity: int) -> list[int]:
-    """Raise cuts, a group at a time where most is resident, until the resident pages fit. Favoured layers come last."""
+def _fit(config: ResidencyConfig, cuts: Sequence[int], limit: int, over: int) -> list[int]:
+    """Raise cuts, a group at a time where most is resident, until ``over`` fewer pages are; favoured layers last."""
     cuts = list(cuts)
-    over = sum(pages - len(config.streamed(cut)) for cut in cuts) - capacity
     while over > 0:
         layer = min(
             (layer for layer, cut in enumerate(cuts) if max(cut, config.head_pages) < limit),
@@ -196,13 +196,10 @@ def _fit(config: ResidencyConfig, cuts: Sequence[int], pages: int, limit: int, c
     return cuts
 
 
-def _promote(config: ResidencyConfig, cuts: Sequence[int], pages: int, capacity: int) -> list[int]:
-    """Lower cuts while a group and the next page of every layer would still fit: a pool that grew is used at once.
-
-    Favoured layers come first.
-    """
+def _promote(config: ResidencyConfig, cuts: Sequence[int], spare: int) -> list[int]:
+    """Lower cuts while a group and the next page of every layer fit into ``spare`` slots: a pool that grew is used at
+    once. Favoured layers come first."""
     cuts = list(cuts)
-    spare = capacity - sum(pages - len(config.streamed(cut)) for cut in cuts)
     while spare >= GROUP_PAGES + len(cuts):
         layer = max(
             range(len(cuts)), key=lambda layer: (cuts[layer] > 0, _is_favoured(config, layer), cuts[layer], layer)

@@ -42,16 +42,16 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class PrefetchSchedule:
-    """The runs of one step. ``by_layer[l]`` are those of layer l, in page order."""
+    """The runs of one step. ``by_layer[l]`` are those of layer l, in page order; ``streamed_pages`` are copied per
+    step."""
 
     runs: tuple[Run, ...]
     ring_slots: int
     by_layer: tuple[tuple[Run, ...], ...] = field(repr=False)
+    streamed_pages: int = field(init=False, repr=False)   # asked for in every step, of hundreds of runs
 
-    @property
-    def streamed_pages(self) -> int:
-        """Pages copied per step."""
-        return sum(run.pages for run in self.runs)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "streamed_pages", sum(run.pages for run in self.runs))
 
 
 def plan_schedule(

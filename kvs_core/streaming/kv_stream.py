@@ -314,6 +314,8 @@ class KvStream:
 
     def wait_layer(self, layer: int) -> None:
         # Before its rows are written, and so before attention too: a page that was cut short may be coming back.
+        if not self._promoted:
+            return
         for coming in [page for page in self._promoted if page.layer == layer]:
             self._wait_promoted(coming)
 
