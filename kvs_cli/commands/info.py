@@ -13,7 +13,7 @@ from kvs_core.engine.budget import Budget, arena_for, plan_budget
 from kvs_core.memory.phases import Phase
 from kvs_core.models.recurrent import state_bytes
 from kvs_core.models.spec import LayerSpec
-from kvs_core.paging.residency import Observation, ResidencyConfig, ResidencyState, residency_step
+from kvs_core.paging.residency import Observation, ResidencyState, residency_step
 from kvs_core.sampling.params import METADATA_PARAMS, SamplingParams
 from kvs_core.settings import EngineSettings, InfoSettings, KvSettings
 from kvs_core.units import MIB, mib_ceil
@@ -129,9 +129,7 @@ def _plan(budget: Budget, kv: KvSettings, layers: int) -> Section:
     """The memory plan. The streamed pages are those of a decode step at the context's end."""
     memory, geometry, context = budget.memory, budget.geometry, budget.context
     pages = geometry.pages_of(context.context_tokens)
-    config = ResidencyConfig(
-        budget.mode, layers, geometry.page_bytes, ring_slots=kv.ring_slots, run_pages=kv.run_pages
-    )
+    config = budget.residency
     seen = Observation(
         pages, writable_page=(context.context_tokens - 1) // geometry.page_tokens, pool_slots=memory.slots(Phase.DECODE)
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from kvs_core.device.base import Device, StepSizes
 from kvs_core.device.workspace import BufferSpec
+from kvs_core.engine.windows import Windows, plan_windows
 from kvs_core.errors import BudgetError, CapabilityError, SettingsError
 from kvs_core.memory.phases import MemoryPlan, Phase, PhaseRequest, required_bytes
 from kvs_core.models.model import forward_buffers, logit_buffers, step_sizes
@@ -19,7 +20,7 @@ from kvs_core.paging.geometry import (
     PageGeometry,
     hadamard_block,
 )
-from kvs_core.paging.residency import ResidencyMode, least_pool_slots
+from kvs_core.paging.residency import ResidencyConfig, ResidencyMode, least_pool_slots
 from kvs_core.paging.spans import LEAST_SCRATCH_GROUPS
 from kvs_core.settings.rooms import ContextPlan, ContextSettings, KvSettings
 from kvs_core.streaming.handover import PhaseBuffers, attention_scratch
@@ -146,27 +147,39 @@ class PoolNeed:
 
 
 def pool_need(
-    geometry: PageGeometry, layers: int, context: ContextPlan, mode: ResidencyMode, head_pages: int = 0
+    geometry: PageGeometry, layers: int, context: ContextPlan, mode: ResidencyMode, head_pages: int = 0,
+    windows: Windows | None = None,
 ) -> PoolNeed:
-    """What a context needs of the pool."""
+    """What a context needs of the pool. With ``windows``, all that it can use is these and the largest ring."""
     every = layers * geometry.pages_of(context.context_tokens)
     if mode is ResidencyMode.RESIDENT:
         return PoolNeed(every, every)
     rows = max(context.ubatch_tokens, DECODE_ROWS)
+    if windows is not None:
+        least, most = (windows.resident_slots + ring for ring in (windows.least_ring, windows.ring_in(every)))
+        return PoolNeed(min(least, every), min(most, every))
     least = least_pool_slots(layers, context.context_tokens, geometry.page_tokens, rows, head_pages)
     return PoolNeed(min(least, every), every)
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What one model and one context take of a device, weights and recurrent state aside."""
+    """What one model and one context take of a device, weights and recurrent state aside.
+
+    residency  what the policy goes by, but for the link's rate
+    """
 
     context: ContextPlan
-    mode: ResidencyMode
+    residency: ResidencyConfig
     geometry: PageGeometry
     need: PoolNeed
     buffers: Mapping[Phase, PhaseBuffers]
     memory: MemoryPlan
+
+    @property
+    def mode(self) -> ResidencyMode:
+        """Which pages stay on the device."""
+        return self.residency.mode
 
 
 def plan_budget(
@@ -182,11 +195,15 @@ def plan_budget(
     arena_bytes, pool_bytes  exact sizes instead of ``kv.arena_mib`` and ``kv.pool_mib``; arenas in multiples of 256
     """
     plan = context.plan(spec.n_ctx_train)
-    mode = ResidencyMode.parse(kv.residency_mode)
+    mode = ResidencyMode(kv.residency_mode)
     layers = drafting.kv_layers(spec)
     _check_auxiliary(kv, spec)
     geometry = device.page_layout(page_geometry(layers, kv))
-    need = pool_need(geometry, len(layers), plan, mode, drafting.head_pages)
+    windows = plan_windows(
+        layers, len(spec.layers) + len(spec.nextn), kv, geometry, context_tokens=plan.context_tokens,
+        step_rows=max(plan.ubatch_tokens, DECODE_ROWS), head_pages=drafting.head_pages,
+    )
+    need = pool_need(geometry, len(layers), plan, mode, drafting.head_pages, windows)
     buffers = phase_buffers(spec, geometry, plan, device.scratch, drafting.nextn)
     memory = plan_memory(
         geometry, need, buffers,
@@ -195,8 +212,16 @@ def plan_budget(
         room=_room(kv, free_bytes - state_bytes(spec), device.is_host),
         advice=_RESIDENT_ADVICE if mode is ResidencyMode.RESIDENT else "",
     )
-    _check_ring(kv, need, min(memory.slots(phase) for phase in Phase))
-    return Budget(plan, mode, geometry, need, buffers, memory)
+    pool_slots = min(memory.slots(phase) for phase in Phase)
+    if windows is None:
+        _check_ring(kv, need, pool_slots)
+    residency = ResidencyConfig(
+        mode, len(layers), geometry.page_bytes,
+        ring_slots=windows.ring_in(pool_slots - windows.resident_slots) if windows else kv.ring_slots,
+        run_pages=kv.run_pages, head_pages=drafting.head_pages, favoured=len(layers) - len(spec.kv_layers),
+        window_pages=windows.pages if windows else (),
+    )
+    return Budget(plan, residency, geometry, need, buffers, memory)
 
 
 def _check_auxiliary(kv: KvSettings, spec: ModelSpec) -> None:

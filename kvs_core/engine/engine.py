@@ -16,7 +16,7 @@ Leaving the block without ``settle`` drops the step's rows. One sequence at a ti
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -33,7 +33,6 @@ from kvs_core.memory.phases import Phase
 from kvs_core.models.recurrent import MAX_ROWS, RecurrentState
 from kvs_core.models.registry import load_model, read_spec
 from kvs_core.models.spec import ModelSpec
-from kvs_core.paging.residency import ResidencyConfig
 from kvs_core.settings.rooms import ContextSettings, KvSettings, RopeSettings
 from kvs_core.streaming.handover import Handover
 from kvs_core.streaming.kv_stream import KvStats, KvStream, LayerPlaces
@@ -101,16 +100,7 @@ class Engine:
         pages = self.geometry.pages_of(self.context.context_tokens)
         layers = drafting.kv_layers(spec)
         device.reserve_steps(len(layers), pages, self.context.ubatch_tokens)
-        config = ResidencyConfig(
-            mode=budget.mode,
-            layers=len(layers),
-            page_bytes=self.geometry.page_bytes,
-            head_pages=drafting.head_pages,
-            favoured=len(layers) - len(spec.kv_layers),
-            ring_slots=kv.ring_slots,
-            run_pages=kv.run_pages,
-            link_bytes_per_s=device.link_bytes_per_s(),
-        )
+        config = replace(budget.residency, link_bytes_per_s=device.link_bytes_per_s())
         self._kv = KvStream(device, self.geometry, config, self.context.context_tokens)
         self._state = RecurrentState(spec, device)
         self._captured = CapturedSteps(device)

@@ -12,13 +12,13 @@ residency policy and the schedule.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvs_core.engine.budget import Budget, Drafting
 from kvs_core.memory.phases import Phase
 from kvs_core.models.spec import ModelSpec
 from kvs_core.paging.geometry import GROUP_PAGES
-from kvs_core.paging.residency import Observation, ResidencyConfig, ResidencyState, residency_step
+from kvs_core.paging.residency import Observation, ResidencyState, residency_step
 from kvs_core.paging.schedule import plan_schedule
 from kvs_core.settings.drafters import SpeculativeSettings
 from kvs_core.settings.rooms import KvSettings
@@ -204,12 +204,8 @@ class Point:
 
 def place(setup: Setup, rates: Rates, tokens: int, rows: int) -> Placement:
     """The pages of a step of ``rows`` rows behind ``tokens`` tokens. ``BudgetError`` if the pool cannot hold it."""
-    budget, geometry, kv = setup.budget, setup.budget.geometry, setup.kv
-    config = ResidencyConfig(
-        mode=budget.mode, layers=setup.kv_layers, page_bytes=geometry.page_bytes, ring_slots=kv.ring_slots,
-        run_pages=kv.run_pages, link_bytes_per_s=rates.link_bytes_per_s, head_pages=setup.head_pages,
-        favoured=setup.favoured,
-    )
+    budget, geometry = setup.budget, setup.budget.geometry
+    config = replace(budget.residency, link_bytes_per_s=rates.link_bytes_per_s)
     pages = geometry.pages_of(tokens + rows)
     # The policy's own measure of the gap between two attention layers: a step that streams nothing, over its layers.
     gap_s = _kernels_s(setup, rates, 0, 1, runs=0) / setup.kv_layers

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from math import ceil
 
-from kvs_core.errors import BudgetError, CapabilityError
+from kvs_core.errors import BudgetError
 from kvs_core.paging.geometry import GROUP_PAGES
 from kvs_core.units import align_up, ceil_div, mib_ceil
 
@@ -27,15 +27,8 @@ class ResidencyMode(Enum):
     """--kv-residency-mode."""
 
     ADAPTIVE = "adaptive"
+    WINDOW = "window"
     RESIDENT = "resident"
-
-    @classmethod
-    def parse(cls, name: str) -> ResidencyMode:
-        """The mode of that name; ``CapabilityError`` for one that this version does not have."""
-        for mode in cls:
-            if mode.value == name:
-                return mode
-        raise CapabilityError(f"--kv-residency-mode {name} is not in this version; use adaptive or resident")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +41,8 @@ class ResidencyConfig:
     link_bytes_per_s  rate of large copies to the device
     head_pages        the first pages of a layer, whole groups, that stay resident: drafts attend to them
     favoured          of the layers, the last ones, that give pages up after all others: drafts read them many times
+    window_pages      window mode: the newest pages of each layer that stay resident, None: all of them. There the ring
+                      has ``ring_slots`` slots
     """
 
     mode: ResidencyMode
@@ -58,10 +53,12 @@ class ResidencyConfig:
     link_bytes_per_s: float = 0.0
     head_pages: int = 0
     favoured: int = 0
+    window_pages: tuple[int | None, ...] = ()
 
     def __post_init__(self) -> None:
         assert self.head_pages % GROUP_PAGES == 0, self.head_pages
         assert 0 <= self.favoured <= self.layers, self.favoured
+        assert len(self.window_pages) == (self.layers if self.mode is ResidencyMode.WINDOW else 0), self.window_pages
 
     def streamed(self, cut: int) -> range:
         """The pages that a layer with this cut streams."""
@@ -119,12 +116,24 @@ def least_pool_slots(
     one slot. With one slot fewer some step fails.
     """
     pages = ceil_div(context_tokens, page_tokens)
-    touched = ceil_div(step_rows - 1, page_tokens) + 1
-    most = head_pages + touched + GROUP_PAGES - 1   # the first page written may be the last of its group
+    most = most_resident_pages(context_tokens, page_tokens, step_rows, head_pages)
     if most >= pages:
         return layers * pages
     older = pages >= most + GROUP_PAGES   # such a step can have an older group behind it
     return layers * most + int(older)
+
+
+def most_resident_pages(
+    context_tokens: int, page_tokens: int, step_rows: int, head_pages: int = 0, window_pages: int | None = 0
+) -> int:
+    """Pages of one layer that a step of up to ``step_rows`` rows must have on the device, at any context: the head,
+    what it writes, and its window (None: everything)."""
+    pages = ceil_div(context_tokens, page_tokens)
+    if window_pages is None:
+        return pages
+    touched = ceil_div(step_rows - 1, page_tokens) + 1
+    # The first page written, or of the window, may be the last of its group.
+    return min(pages, head_pages + max(touched, window_pages) + GROUP_PAGES - 1)
 
 
 def residency_step(config: ResidencyConfig, state: ResidencyState, seen: Observation) -> ResidencyState:
@@ -136,6 +145,8 @@ def residency_step(config: ResidencyConfig, state: ResidencyState, seen: Observa
     least = pages - len(config.streamed(limit))
     most_ring = seen.pool_slots - layers * least
     next_state = _feedback(config, state, seen, min(most_ring, seen.pool_slots // _MOST_RING_SHARE))
+    if config.mode is ResidencyMode.WINDOW:
+        return _window_step(config, next_state, seen, limit)
     if layers * pages <= seen.pool_slots:
         return replace(next_state, cuts=(0,) * layers, ring_slots=0)
     if config.mode is ResidencyMode.RESIDENT:
@@ -150,6 +161,23 @@ def residency_step(config: ResidencyConfig, state: ResidencyState, seen: Observa
     cuts = _fit(config, cuts, limit, -spare) if spare < 0 else _promote(config, cuts, spare)
     since = 0 if ring != state.ring_slots else next_state.steps_since_change
     return replace(next_state, cuts=tuple(cuts), ring_slots=ring, steps_since_change=since)
+
+
+def _window_step(
+    config: ResidencyConfig, state: ResidencyState, seen: Observation, limit: int
+) -> ResidencyState:
+    """Each layer's window stays and the rest streams, whatever the pool has room for: the user fixed it."""
+    cuts = []
+    for window in config.window_pages:
+        older = 0 if window is None else max(0, seen.pages - window) // GROUP_PAGES * GROUP_PAGES
+        cut = min(older, limit)
+        cuts.append(cut if cut > config.head_pages else 0)
+    streamed = sum(len(config.streamed(cut)) for cut in cuts)
+    ring = min(config.ring_slots, streamed)
+    needed = config.layers * seen.pages - streamed + ring
+    if needed > seen.pool_slots:
+        raise _too_small(config, seen, needed)
+    return replace(state, cuts=tuple(cuts), ring_slots=ring)
 
 
 def _wanted_ring(config: ResidencyConfig, state: ResidencyState, bonus: int, seen: Observation) -> int:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 
-from kvs_core.settings.kinds import ON_OFF, ON_OFF_AUTO, SWITCH, choice, integer, number
-from kvs_core.settings.rooms import KV_TYPES
+from kvs_core.settings.kinds import ON_OFF, ON_OFF_AUTO, SWITCH, Kind, choice, integer, number, shown, split_csv
+from kvs_core.settings.rooms import KV_TYPES, LayerWindow
 from kvs_core.settings.setting import Group, Rule, Setting
 
 _PAGES = 1 << 24
@@ -13,7 +14,27 @@ _MIB = 1 << 24
 
 _kv = partial(Setting, group=Group.KV)
 
-_NO_WINDOW = "window mode is not in this version; use --kv-residency-mode adaptive"
+_MOST_LAYERS = 1 << 16
+
+
+def _as_layer_windows(text: str) -> tuple[LayerWindow, ...]:
+    """``0-4=all,5-47=4096``: layers and what stays of them. A layer is named once."""
+    windows: list[LayerWindow] = []
+    for part in split_csv(text):
+        match = re.fullmatch(r"([0-9]{1,5})(?:-([0-9]{1,5}))?\s*=\s*(all|[0-9]{1,10})", part)
+        if match is None:
+            raise ValueError(f"expected layers and tokens such as 0-4=all or 7=4096, got {shown(part)}")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first or last >= _MOST_LAYERS:
+            raise ValueError(f"layers {first}-{last}: the first one comes first, and none is above {_MOST_LAYERS - 1}")
+        for other in windows:
+            if first <= other.last and other.first <= last:
+                raise ValueError(f"layer {max(first, other.first)} is named twice")
+        windows.append(LayerWindow(first, last, None if match[3] == "all" else int(match[3])))
+    return tuple(windows)
+
+
+_LAYER_WINDOWS = Kind("LAYERS=N|all,...", ("5-47=4096", "0-4=all,5-47=4096"), _as_layer_windows, many=True)
 
 SETTINGS = (
     _kv("arena_mib", ("--kv-stream-arena-mib", "--shared-device-memory-mib"),
@@ -32,10 +53,9 @@ SETTINGS = (
         "Type in which values are stored; they bear fewer bits than keys.",
         default="f16", env="LLAMA_ARG_CACHE_TYPE_V"),
     _kv("residency_mode", ("--kv-residency-mode",), choice("adaptive", "window", "resident"),
-        "Which pages stay on the device: adaptive keeps the newest and streams the rest, resident keeps all of them or "
-        "refuses.",
-        default="adaptive",
-        refuse=(Rule(_NO_WINDOW, only=("window",)),)),
+        "Which pages stay on the device: adaptive keeps as many of the newest as fit and streams the rest, window "
+        "keeps what --kv-window-tokens and --kv-window-layers say, resident keeps all of them or refuses.",
+        default="adaptive"),
     _kv("page_tokens", ("--kv-page-tokens",), integer(32, 1 << 16, sample="256"),
         "Tokens in one page, a multiple of 32.",
         default=256, unit="tokens"),
@@ -52,17 +72,14 @@ SETTINGS = (
         "Attention in one pass over pages, without a full score matrix. It is the only kind here.",
         default="auto", env="LLAMA_ARG_FLASH_ATTN",
         refuse=(Rule("streamed pages and quantised V need it; use --flash-attn on", only=("off",)),)),
-    _kv("window_tokens", ("--kv-window-tokens",), integer(0, 1 << 31),
-        "Window mode: newest tokens of a layer that stay on the device.",
-        unit="tokens",
-        refuse=(Rule(_NO_WINDOW),)),
-    _kv("window_layers", ("--kv-window-layers",), integer(0, 1 << 16),
-        "Window mode: layers that have a window.",
-        unit="layers",
-        refuse=(Rule(_NO_WINDOW),)),
+    _kv("window_tokens", ("--kv-window-tokens",), integer(0, 1 << 31, sample="4096"),
+        "Window mode: newest tokens of a layer that stay on the device; the rest is streamed, with the same text.",
+        unit="tokens"),
+    _kv("window_layers", ("--kv-window-layers",), _LAYER_WINDOWS,
+        "Window mode: windows of single layers, instead of --kv-window-tokens: 0-4=all,5-47=4096."),
     _kv("ring_tiles", ("--kv-stream-ring-tiles",), integer(2, 4, sample="2"),
-        "Window mode: tiles of its fixed ring.",
-        refuse=(Rule(_NO_WINDOW),)),
+        "Window mode: tiles of its fixed ring; a tile is a run of --kv-stream-run-pages pages. Unset: what the arena "
+        "has room for, up to 4."),
     _kv("auxiliary_layers", ("--kv-stream-auxiliary-layers",), integer(0, 1 << 16),
         "Count of MTP layers with KV; it comes from the model file and has to agree.",
         unit="layers"),

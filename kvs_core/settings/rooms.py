@@ -28,7 +28,7 @@ CONTEXT_STEP_TOKENS = 256
 PAGE_STEP_TOKENS = 32
 VERBOSITY_ALL = 5
 
-ResidencyMode = Literal["adaptive", "resident"]
+ResidencyMode = Literal["adaptive", "window", "resident"]
 RopeScaling = Literal["none", "linear", "yarn"]
 MAX_ROPE_SCALE = 1e6   # a context of a million contexts, or the inverse
 
@@ -127,6 +127,15 @@ class ContextSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerWindow:
+    """Layers ``first`` to ``last`` of a model keep their newest ``tokens`` tokens on the device; None: all."""
+
+    first: int
+    last: int
+    tokens: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class KvSettings:
     """How keys and values are stored and moved.
 
@@ -137,6 +146,8 @@ class KvSettings:
     rotation    quantised K and V are stored rotated by a Hadamard transform
     fit         an arena that the engine chooses is held to a part of free memory; else it is one for the whole context
     auxiliary_layers  MTP layers with KV that the model is thought to have; None: whatever it has
+    window_tokens  window mode: newest tokens of a layer that stay on the device, but for what ``window_layers`` says
+    ring_tiles  window mode: runs that fit into the ring; None: the engine chooses
     """
 
     type_k: str = "f16"
@@ -151,8 +162,12 @@ class KvSettings:
     fit: bool = True
     fit_target_mib: int = 1024
     auxiliary_layers: int | None = None
+    window_tokens: int | None = None
+    window_layers: tuple[LayerWindow, ...] = ()
+    ring_tiles: int | None = None
 
     def __post_init__(self) -> None:
+        self._check_windows()
         for flag, name in (("--cache-type-k", self.type_k), ("--cache-type-v", self.type_v)):
             if name not in KV_TYPES:
                 raise SettingsError(f"{flag} {name}: not a K/V type; use one of {', '.join(KV_TYPES)}")
@@ -166,6 +181,28 @@ class KvSettings:
         for flag, pages in (("--kv-stream-ring-slots", self.ring_slots), ("--kv-stream-run-pages", self.run_pages)):
             if pages < 0:
                 raise SettingsError(f"{flag} is {pages}; give a number of pages, or 0 for the engine's choice")
+
+    def _check_windows(self) -> None:
+        if self.residency_mode == "window":
+            if self.ring_slots:
+                raise SettingsError(
+                    f"--kv-stream-ring-slots {self.ring_slots}: the ring of window mode has tiles; give "
+                    "--kv-stream-ring-tiles 2 to 4, and their pages with --kv-stream-run-pages"
+                )
+            if self.window_tokens is None and not self.window_layers:
+                raise SettingsError(
+                    "--kv-residency-mode window: no window; give --kv-window-tokens N, --kv-window-layers, or both"
+                )
+            return
+        for flag, value in (
+            ("--kv-window-tokens", self.window_tokens), ("--kv-window-layers", self.window_layers or None),
+            ("--kv-stream-ring-tiles", self.ring_tiles),
+        ):
+            if value is not None:
+                raise SettingsError(
+                    f"{flag}: only --kv-residency-mode window has windows and tiles, and the mode is "
+                    f"{self.residency_mode}; give both, or leave it out"
+                )
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,6 +148,9 @@ def engine_settings(values: Values) -> EngineSettings:
             fit=values["fit"],
             fit_target_mib=int(values["fit_target"].partition(",")[0]),
             auxiliary_layers=values["auxiliary_layers"],
+            window_tokens=values["window_tokens"],
+            window_layers=values["window_layers"] or (),
+            ring_tiles=values["ring_tiles"],
         ),
         rope=_rope(values),
         device=DeviceSettings(

@@ -198,8 +198,14 @@ def test_a_repeated_flag_counts_once() -> None:
         (["--device", "cpu,cuda"],
          "--device: expected one device, got 'cpu,cuda'; kvs uses a single one; "
          "usage: -dev, --device auto|cpu|cuda|cuda:N"),
-        (["--kv-residency-mode", "window"],
-         "--kv-residency-mode window: window mode is not in this version; use --kv-residency-mode adaptive"),
+        (["--kv-window-layers", "0-4=all,3=4"],
+         "--kv-window-layers: layer 3 is named twice; usage: --kv-window-layers LAYERS=N|all,..."),
+        (["--kv-window-layers", "9-3=all"],
+         "--kv-window-layers: layers 9-3: the first one comes first, and none is above 65535; "
+         "usage: --kv-window-layers LAYERS=N|all,..."),
+        (["--kv-window-layers", "0-4"],
+         "--kv-window-layers: expected layers and tokens such as 0-4=all or 7=4096, got '0-4'; "
+         "usage: --kv-window-layers LAYERS=N|all,..."),
         (["--spec-type", "ngram-mod,draft-simple"],
          "--spec-type ngram-mod,draft-simple: draft-simple needs a draft model in a file of its own, which kvs does "
          "not load; use draft-mtp, draft-resident or an ngram type"),

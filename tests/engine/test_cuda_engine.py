@@ -18,9 +18,11 @@ from kvs_core.engine.session import Session
 from kvs_core.formats.gguf import GgufFile
 from kvs_core.formats.tokenizer import Tokenizer
 from kvs_core.memory.phases import Phase
+from kvs_core.models.registry import read_spec
 from kvs_core.sampling.candidates import top_positions
 from kvs_core.sampling.chain import Sampler
 from kvs_core.sampling.params import SamplingParams
+from kvs_core.settings.rooms import LayerWindow
 from tests.engine.machines import MACHINES, Machine, Move, machine_of, play, write_models
 from tests.engine.tiny import engine, kv_settings, text
 from tests.sampling.vocabs import LetterVocab
@@ -107,6 +109,27 @@ def test_bits_do_not_depend_on_residency(
         assert report.h2d_bytes > 0, setup
         assert report.stats.repartitions > 1, setup
         assert report.stats.streamed_pages_per_step > 0 or not setup.fixed, setup   # decode may have a larger pool
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen35", "demo"])
+def test_bits_do_not_depend_on_windows(machine: Machine, models: dict[str, Path], model: str) -> None:
+    """The same in window mode, where every few pages the cuts of all layers move."""
+    if not machine.on_gpu and model != "llama":
+        pytest.skip("for a GPU alone: the stand-in is slow")
+    script = prefill(288) + decode(1, 8) + prefill(40) + decode(8, 3, 8, 1, 8)
+    kv, rows = kv_settings(), machine.choose(1, 8)
+    with engine(models[model], kv=replace(kv, residency_mode="resident"), device=machine.device) as built:
+        expected = play(built, script, rows=rows)
+    layers = [layer.index for layer in read_spec(GgufFile.open(models[model])).kv_layers]
+    for window, tiles, run in machine.choose([(70, 2, 4)], [(0, None, 1), (70, 2, 4), (130, 3, 1), (200, 4, 8)]):
+        told = replace(
+            kv, residency_mode="window", window_tokens=window, ring_tiles=tiles, run_pages=run,
+            window_layers=(LayerWindow(layers[-1], layers[-1], None),),
+        )
+        with engine(models[model], kv=told, device=machine.device) as built:
+            assert play(built, script, rows=rows) == expected, told
+            assert built.report().h2d_bytes > 0
+            assert not built._kv.places()[-1].streamed
 
 
 def test_bits_do_not_depend_on_residency_where_partials_find_no_room(

@@ -13,8 +13,12 @@ from hypothesis import strategies as st
 
 from kvs_core.device.host.device import HostDebug
 from kvs_core.engine.engine import Engine
+from kvs_core.formats.gguf import GgufFile
 from kvs_core.memory.phases import Phase
+from kvs_core.models.registry import read_spec
+from kvs_core.paging.geometry import GROUP_PAGES
 from kvs_core.paging.slabs import slab_of
+from kvs_core.settings.rooms import LayerWindow
 from tests.engine.tiny import engine, kv_settings, run, text
 
 PROMPT = 300
@@ -68,6 +72,45 @@ def test_bits_do_not_depend_on_residency(
         vocab = built.spec.n_vocab
         logits = run(built, text(vocab, PROMPT), text(vocab, DECODE, 1))
         assert built.report().h2d_bytes > 0
+    assert logits.tobytes() == resident[model, ubatch]
+
+
+@settings(max_examples=25)
+@given(
+    model=st.sampled_from(["qwen35", "llama"]),
+    ubatch=st.sampled_from([48, 64]),
+    windows=st.lists(st.sampled_from([None, 0, 1, 33, 100, 250, 500]), min_size=4, max_size=4),
+    tiles=st.sampled_from([None, 2, 3, 4]),
+    run_pages=st.integers(1, 9),
+    pool=st.sampled_from([0.0, 0.5, 1.0]),
+    fixed=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_bits_do_not_depend_on_windows(
+    tiny_qwen35: Path, tiny_llama: Path, resident: Reference, model: str, ubatch: int, windows: list[int | None],
+    tiles: int | None, run_pages: int, pool: float, fixed: bool, seed: int,
+) -> None:
+    """In window mode too, for any windows of single layers; a layer's newest tokens are resident, what is older is
+    not, and a layer whose window covers the context moves nothing."""
+    path = tiny_qwen35 if model == "qwen35" else tiny_llama
+    layers = [layer.index for layer in read_spec(GgufFile.open(path)).kv_layers]
+    told = dict(zip(layers, windows, strict=False))
+    kv = kv_settings(
+        residency_mode="window", window_tokens=64, ring_tiles=tiles, run_pages=run_pages,
+        window_layers=tuple(LayerWindow(index, index, tokens) for index, tokens in told.items()),
+    )
+    with engine(path, kv=kv, pool=pool, fixed=fixed, ubatch=ubatch, debug=hostile(seed)) as built:
+        vocab = built.spec.n_vocab
+        logits = run(built, text(vocab, PROMPT), text(vocab, DECODE, 1))
+        for index, places in zip(layers, built._kv.places(), strict=True):
+            window = told.get(index, 64)
+            kept = 32 * (places.pages - len(places.streamed)) - (32 * places.pages - PROMPT - DECODE)
+            if window is None or window >= PROMPT + DECODE:
+                assert not places.streamed
+            else:
+                # Whole groups of pages leave, so that part of a group may stay longer; a step's own page is never away.
+                assert window <= kept <= max(window, 1) + (GROUP_PAGES + 1) * 32
+        assert (built.report().h2d_bytes > 0) == any(places.streamed for places in built._kv.places())
     assert logits.tobytes() == resident[model, ubatch]
 
 

@@ -82,8 +82,9 @@ def _size(
     drafting: Drafting,
 ) -> tuple[Size, int]:
     """Of an arena, and the slots of its pool that may be the ring."""
+    asked = kv if kv.residency_mode == "window" else replace(kv, ring_slots=0, run_pages=0)
     budget = plan_budget(
-        read_spec(file), context, replace(kv, ring_slots=0, run_pages=0), free_bytes=device.free_bytes(),
+        read_spec(file), context, asked, free_bytes=device.free_bytes(),
         device=BudgetDevice(device.scratch, device.page_layout), drafting=drafting,
     )
     need = budget.need

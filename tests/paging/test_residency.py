@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvs_core.errors import BudgetError, CapabilityError
+from kvs_core.errors import BudgetError
 from kvs_core.paging.geometry import GROUP_PAGES
 from kvs_core.paging.residency import (
     Observation,
@@ -17,6 +17,7 @@ from kvs_core.paging.residency import (
     ResidencyMode,
     ResidencyState,
     least_pool_slots,
+    most_resident_pages,
     residency_step,
 )
 from kvs_core.units import ceil_div
@@ -388,9 +389,50 @@ def test_runs_are_whole_groups_of_at_least_26_mib() -> None:
     assert config(page_bytes=1 << 30).copy_pages == GROUP_PAGES
 
 
-def test_modes_have_names() -> None:
-    """The modes of this version are found; another is refused with those that are there."""
-    assert ResidencyMode.parse("adaptive") is ResidencyMode.ADAPTIVE
-    assert ResidencyMode.parse("resident") is ResidencyMode.RESIDENT
-    with pytest.raises(CapabilityError, match=r"--kv-residency-mode window.*adaptive or resident"):
-        ResidencyMode.parse("window")
+@given(
+    st.lists(st.one_of(st.none(), st.integers(0, 40)), min_size=1, max_size=5), st.integers(1, 40), HEADS,
+    st.lists(observations(), max_size=12),
+)
+def test_windows_are_kept_whatever_the_pool_could_hold(
+    windows: list[int | None], ring_slots: int, head_pages: int, seen: list[Observation]
+) -> None:
+    """A layer keeps its window, less than a group more, and what is written; the ring has its size, or as much as is
+    streamed; a pool with less room is refused with what it needs."""
+    used = config(
+        len(windows), mode=ResidencyMode.WINDOW, window_pages=tuple(windows), ring_slots=ring_slots,
+        head_pages=head_pages,
+    )
+    state = start(len(windows))
+    for each in seen:
+        older = [
+            0 if window is None else min(max(0, each.pages - window), each.writable_page) // GROUP_PAGES * GROUP_PAGES
+            for window in windows
+        ]
+        streamed = sum(max(0, pages - head_pages) for pages in older)
+        needed = len(windows) * each.pages - streamed + min(ring_slots, streamed)
+        if needed > each.pool_slots:
+            with pytest.raises(BudgetError, match="--kv-stream-arena-mib") as caught:
+                residency_step(used, state, each)
+            assert caught.value.needed_mib == needed * PAGE_MIB
+            continue
+        state = residency_step(used, state, each)
+        assert [used.streamed(cut).stop for cut in state.cuts] == [
+            pages if pages > head_pages else 0 for pages in older
+        ]
+        assert state.ring_slots == min(ring_slots, streamed)
+
+
+@given(
+    st.integers(1, 3000), st.sampled_from([32, 256]), st.integers(1, 600), HEADS,
+    st.one_of(st.none(), st.integers(0, 40)), st.data(),
+)
+def test_the_most_that_a_window_keeps_is_known_before(
+    context: int, page: int, rows: int, head_pages: int, window: int | None, data: st.DataObject
+) -> None:
+    """With so many slots for what is resident every step within the context runs."""
+    most = most_resident_pages(context, page, rows, head_pages, window)
+    used = config(1, mode=ResidencyMode.WINDOW, window_pages=(window,), ring_slots=1, head_pages=head_pages)
+    first = data.draw(st.integers(0, context - 1))
+    count = data.draw(st.integers(1, min(rows, context - first)))
+    seen = Observation(pages=ceil_div(first + count, page), writable_page=first // page, pool_slots=most + 1)
+    residency_step(used, start(1), seen)
