@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvs_core.device.base import Device, StepSizes
 from kvs_core.device.workspace import BufferSpec
-from kvs_core.engine.windows import Windows, plan_windows
+from kvs_core.engine.windows import Windows, plan_windows, sliding_pages
 from kvs_core.errors import BudgetError, CapabilityError, SettingsError
 from kvs_core.memory.phases import MemoryPlan, Phase, PhaseRequest, required_bytes
 from kvs_core.models.model import forward_buffers, logit_buffers, step_sizes
@@ -20,7 +20,7 @@ from kvs_core.paging.geometry import (
     PageGeometry,
     hadamard_block,
 )
-from kvs_core.paging.residency import ResidencyConfig, ResidencyMode, least_pool_slots
+from kvs_core.paging.residency import ResidencyConfig, ResidencyMode, least_pool_slots, most_sliding_pages
 from kvs_core.paging.spans import LEAST_SCRATCH_GROUPS
 from kvs_core.settings.rooms import ContextPlan, ContextSettings, KvSettings
 from kvs_core.streaming.handover import PhaseBuffers, attention_scratch
@@ -147,18 +147,25 @@ class PoolNeed:
 
 
 def pool_need(
-    geometry: PageGeometry, layers: int, context: ContextPlan, mode: ResidencyMode, head_pages: int = 0,
+    geometry: PageGeometry, layers: Sequence[LayerSpec], context: ContextPlan, mode: ResidencyMode, head_pages: int = 0,
     windows: Windows | None = None,
 ) -> PoolNeed:
-    """What a context needs of the pool. With ``windows``, all that it can use is these and the largest ring."""
-    every = layers * geometry.pages_of(context.context_tokens)
+    """What a context needs of the pool. With ``windows``, all that it can use is these and the largest ring.
+
+    layers  those with KV
+    """
+    rows = max(context.ubatch_tokens, DECODE_ROWS)
+    tokens, page_tokens = context.context_tokens, geometry.page_tokens
+    sliding = [before for before in sliding_pages(layers, geometry) if before is not None]
+    whole = len(layers) - len(sliding)
+    every = whole * geometry.pages_of(tokens)
+    every += sum(most_sliding_pages(tokens, page_tokens, rows, before) for before in sliding)
     if mode is ResidencyMode.RESIDENT:
         return PoolNeed(every, every)
-    rows = max(context.ubatch_tokens, DECODE_ROWS)
     if windows is not None:
         least, most = (windows.resident_slots + ring for ring in (windows.least_ring, windows.ring_in(every)))
         return PoolNeed(min(least, every), min(most, every))
-    least = least_pool_slots(layers, context.context_tokens, geometry.page_tokens, rows, head_pages)
+    least = least_pool_slots(whole, tokens, page_tokens, rows, head_pages, sliding)
     return PoolNeed(min(least, every), every)
 
 
@@ -203,7 +210,7 @@ def plan_budget(
         layers, len(spec.layers) + len(spec.nextn), kv, geometry, context_tokens=plan.context_tokens,
         step_rows=max(plan.ubatch_tokens, DECODE_ROWS), head_pages=drafting.head_pages,
     )
-    need = pool_need(geometry, len(layers), plan, mode, drafting.head_pages, windows)
+    need = pool_need(geometry, layers, plan, mode, drafting.head_pages, windows)
     buffers = phase_buffers(spec, geometry, plan, device.scratch, drafting.nextn)
     memory = plan_memory(
         geometry, need, buffers,
@@ -220,6 +227,7 @@ def plan_budget(
         ring_slots=windows.ring_in(pool_slots - windows.resident_slots) if windows else kv.ring_slots,
         run_pages=kv.run_pages, head_pages=drafting.head_pages, favoured=len(layers) - len(spec.kv_layers),
         window_pages=windows.pages if windows else (),
+        sliding_pages=sliding_pages(layers, geometry) if any(layer.window for layer in layers) else (),
     )
     return Budget(plan, residency, geometry, need, buffers, memory)
 

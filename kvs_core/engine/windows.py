@@ -1,4 +1,5 @@
-"""Windows of single layers in window mode: from what the user fixed to pages of each layer with KV. Pure."""
+"""Windows of single layers, as pages: those that the user fixed, in window mode, and those that a model's layers see.
+Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from dataclasses import dataclass
 from kvs_core.errors import SettingsError
 from kvs_core.models.spec import LayerSpec
 from kvs_core.paging.geometry import GROUP_PAGES, PageGeometry
-from kvs_core.paging.residency import ResidencyConfig, ResidencyMode, most_resident_pages
+from kvs_core.paging.residency import ResidencyConfig, ResidencyMode, most_resident_pages, most_sliding_pages
 from kvs_core.settings.rooms import KvSettings
 from kvs_core.units import align_up, ceil_div
 
@@ -55,6 +56,7 @@ def plan_windows(
     if kv.residency_mode != ResidencyMode.WINDOW.value:
         return None
     known = [layer.index for layer in layers]
+    sliding = sliding_pages(layers, geometry)
     for window in kv.window_layers:
         named = f"--kv-window-layers {window.first}-{window.last}"
         if window.last >= n_blocks:
@@ -73,10 +75,21 @@ def plan_windows(
         covers = tokens is None or tokens >= context_tokens
         pages.append(None if covers else _pages_of(tokens or 0, geometry.page_tokens))
     resident = [
-        most_resident_pages(context_tokens, geometry.page_tokens, step_rows, head_pages, window) for window in pages
+        most_resident_pages(context_tokens, geometry.page_tokens, step_rows, head_pages, window)
+        for window, before in zip(pages, sliding, strict=True) if before is None
+    ] + [
+        most_sliding_pages(context_tokens, geometry.page_tokens, step_rows, before)
+        for before in sliding if before is not None
     ]
     tile_pages = kv.run_pages or ResidencyConfig(ResidencyMode.ADAPTIVE, 0, geometry.page_bytes).copy_pages
     return Windows(tuple(pages), sum(resident), align_up(tile_pages, GROUP_PAGES), kv.ring_tiles)
+
+
+def sliding_pages(layers: Sequence[LayerSpec], geometry: PageGeometry) -> tuple[int | None, ...]:
+    """Pages that rows see before the one that is written, of each layer with a window of its own; None: all."""
+    return tuple(
+        ceil_div(layer.window - 1, geometry.page_tokens) if layer.window else None for layer in layers
+    )
 
 
 def _pages_of(tokens: int, page_tokens: int) -> int:

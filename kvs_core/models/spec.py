@@ -33,7 +33,8 @@ class LayerKind(Enum):
 class LayerSpec:
     """One layer. ``kv_index`` counts attention layers only and is None, like the head sizes 0, in a recurrent one.
 
-    gated  q's matrix gives each head its query and then a gate, whose sigmoid multiplies the head's output
+    gated   q's matrix gives each head its query and then a gate, whose sigmoid multiplies the head's output
+    window  a row sees so many keys, its own the last; 0: all
     """
 
     index: int
@@ -45,6 +46,7 @@ class LayerSpec:
     kv_index: int | None = None
     gated: bool = False
     gdn: GdnShape | None = None
+    window: int = 0
 
     def __post_init__(self) -> None:
         full = self.kind is LayerKind.FULL

@@ -43,6 +43,9 @@ class ResidencyConfig:
     favoured          of the layers, the last ones, that give pages up after all others: drafts read them many times
     window_pages      window mode: the newest pages of each layer that stay resident, None: all of them. There the ring
                       has ``ring_slots`` slots
+    sliding_pages     of each layer that sees but a sliding window, pages before the one that is written which a row may
+                      see, None: the layer sees everything; () if all do. Such a layer never streams: what its window
+                      has passed leaves the device
     """
 
     mode: ResidencyMode
@@ -54,8 +57,10 @@ class ResidencyConfig:
     head_pages: int = 0
     favoured: int = 0
     window_pages: tuple[int | None, ...] = ()
+    sliding_pages: tuple[int | None, ...] = ()
 
     def __post_init__(self) -> None:
+        assert len(self.sliding_pages) in (0, self.layers), self.sliding_pages
         assert self.head_pages % GROUP_PAGES == 0, self.head_pages
         assert 0 <= self.favoured <= self.layers, self.favoured
         assert len(self.window_pages) == (self.layers if self.mode is ResidencyMode.WINDOW else 0), self.window_pages
@@ -63,6 +68,17 @@ class ResidencyConfig:
     def streamed(self, cut: int) -> range:
         """The pages that a layer with this cut streams."""
         return range(min(self.head_pages, cut), cut)
+
+    def slides(self, layer: int) -> bool:
+        """Whether the layer sees but a window."""
+        return bool(self.sliding_pages) and self.sliding_pages[layer] is not None
+
+    def first_pages(self, writable_page: int) -> tuple[int, ...]:
+        """By layer, the first page that a step which writes from ``writable_page`` on may see, whole groups; (): 0."""
+        return tuple(
+            0 if before is None else max(0, writable_page - before) // GROUP_PAGES * GROUP_PAGES
+            for before in self.sliding_pages
+        )
 
     @property
     def copy_pages(self) -> int:
@@ -78,13 +94,18 @@ class ResidencyConfig:
 
 @dataclass(frozen=True, slots=True)
 class ResidencyState:
-    """What a decision leaves behind for the next one. ``ring_bonus``: slots that starvation added to the ring."""
+    """What a decision leaves behind for the next one.
+
+    ring_bonus   slots that starvation added to the ring
+    first_pages  by layer, the first page that is on the device or streamed; (): 0 for all
+    """
 
     cuts: tuple[int, ...]
     ring_slots: int = 0
     ring_bonus: int = 0
     steps_since_change: int = 0
     calm_steps: int = 0
+    first_pages: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,19 +129,22 @@ class Observation:
 
 
 def least_pool_slots(
-    layers: int, context_tokens: int, page_tokens: int, step_rows: int, head_pages: int = 0
+    layers: int, context_tokens: int, page_tokens: int, step_rows: int, head_pages: int = 0,
+    sliding_pages: Sequence[int] = (),
 ) -> int:
     """Slots with which any context up to ``context_tokens`` runs in steps of up to ``step_rows`` rows.
 
-    Per layer, the head and the groups a step can touch must be resident; older groups pass through a ring of at least
-    one slot. With one slot fewer some step fails.
+    Of each of ``layers`` layers, the head and the groups a step can touch must be resident; older groups pass through a
+    ring of at least one slot. Layers with a sliding window, ``sliding_pages`` of each, come on top. With one slot fewer
+    some step fails.
     """
     pages = ceil_div(context_tokens, page_tokens)
+    sliding = sum(most_sliding_pages(context_tokens, page_tokens, step_rows, before) for before in sliding_pages)
     most = most_resident_pages(context_tokens, page_tokens, step_rows, head_pages)
     if most >= pages:
-        return layers * pages
-    older = pages >= most + GROUP_PAGES   # such a step can have an older group behind it
-    return layers * most + int(older)
+        return layers * pages + sliding
+    older = layers > 0 and pages >= most + GROUP_PAGES   # such a step can have an older group behind it
+    return layers * most + int(older) + sliding
 
 
 def most_resident_pages(
@@ -131,32 +155,49 @@ def most_resident_pages(
     pages = ceil_div(context_tokens, page_tokens)
     if window_pages is None:
         return pages
-    touched = ceil_div(step_rows - 1, page_tokens) + 1
     # The first page written, or of the window, may be the last of its group.
-    return min(pages, head_pages + max(touched, window_pages) + GROUP_PAGES - 1)
+    return min(pages, head_pages + max(_touched(step_rows, page_tokens), window_pages) + GROUP_PAGES - 1)
+
+
+def most_sliding_pages(context_tokens: int, page_tokens: int, step_rows: int, before: int) -> int:
+    """The same of a layer whose rows see ``before`` pages before the one that is written."""
+    pages = ceil_div(context_tokens, page_tokens)
+    return min(pages, before + _touched(step_rows, page_tokens) + GROUP_PAGES - 1)
+
+
+def _touched(step_rows: int, page_tokens: int) -> int:
+    """Pages that a step writes at most."""
+    return ceil_div(step_rows - 1, page_tokens) + 1
 
 
 def residency_step(config: ResidencyConfig, state: ResidencyState, seen: Observation) -> ResidencyState:
     """The cuts and the ring for the step about to run. ``BudgetError`` if the pool cannot hold it at all."""
     layers, pages = config.layers, seen.pages
     limit = seen.writable_page // GROUP_PAGES * GROUP_PAGES
+    firsts = config.first_pages(seen.writable_page)
+    every = layers * pages - sum(firsts)
     # A cut within the head would stream nothing: then there is none.
-    cuts = [min(cut, limit) if min(cut, limit) > config.head_pages else 0 for cut in state.cuts]
-    least = pages - len(config.streamed(limit))
-    most_ring = seen.pool_slots - layers * least
+    cuts = [
+        min(cut, limit) if min(cut, limit) > config.head_pages and not config.slides(layer) else 0
+        for layer, cut in enumerate(state.cuts)
+    ]
+    streaming = sum(not config.slides(layer) for layer in range(layers))
+    least = every - streaming * len(config.streamed(limit))
+    most_ring = seen.pool_slots - least
     next_state = _feedback(config, state, seen, min(most_ring, seen.pool_slots // _MOST_RING_SHARE))
+    next_state = replace(next_state, first_pages=firsts)
     if config.mode is ResidencyMode.WINDOW:
         return _window_step(config, next_state, seen, limit)
-    if layers * pages <= seen.pool_slots:
+    if every <= seen.pool_slots:
         return replace(next_state, cuts=(0,) * layers, ring_slots=0)
     if config.mode is ResidencyMode.RESIDENT:
-        raise _too_small(config, seen, layers * pages)
+        raise _too_small(config, seen, every)
     if most_ring < 1:
-        raise _too_small(config, seen, min(layers * pages, layers * least + 1))
+        raise _too_small(config, seen, min(every, least + 1))
 
     # Some page is streamed, so more pages are streamed than the ring has slots: it can use them all.
     ring = min(_wanted_ring(config, state, next_state.ring_bonus, seen), most_ring)
-    resident = sum(pages - len(config.streamed(cut)) for cut in cuts)
+    resident = every - sum(len(config.streamed(cut)) for cut in cuts)
     spare = seen.pool_slots - ring - resident
     cuts = _fit(config, cuts, limit, -spare) if spare < 0 else _promote(config, cuts, spare)
     since = 0 if ring != state.ring_slots else next_state.steps_since_change
@@ -168,13 +209,14 @@ def _window_step(
 ) -> ResidencyState:
     """Each layer's window stays and the rest streams, whatever the pool has room for: the user fixed it."""
     cuts = []
-    for window in config.window_pages:
+    for layer, window in enumerate(config.window_pages):
+        window = None if config.slides(layer) else window
         older = 0 if window is None else max(0, seen.pages - window) // GROUP_PAGES * GROUP_PAGES
         cut = min(older, limit)
         cuts.append(cut if cut > config.head_pages else 0)
     streamed = sum(len(config.streamed(cut)) for cut in cuts)
     ring = min(config.ring_slots, streamed)
-    needed = config.layers * seen.pages - streamed + ring
+    needed = config.layers * seen.pages - sum(state.first_pages) - streamed + ring
     if needed > seen.pool_slots:
         raise _too_small(config, seen, needed)
     return replace(state, cuts=tuple(cuts), ring_slots=ring)
@@ -216,7 +258,10 @@ def _fit(config: ResidencyConfig, cuts: Sequence[int], limit: int, over: int) ->
     cuts = list(cuts)
     while over > 0:
         layer = min(
-            (layer for layer, cut in enumerate(cuts) if max(cut, config.head_pages) < limit),
+            (
+                layer for layer, cut in enumerate(cuts)
+                if max(cut, config.head_pages) < limit and not config.slides(layer)
+            ),
             key=lambda layer: (_is_favoured(config, layer), cuts[layer], layer),
         )
         cuts[layer] = max(cuts[layer], config.head_pages) + GROUP_PAGES

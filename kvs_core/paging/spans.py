@@ -91,7 +91,8 @@ class LayerPlan:
 
     slots       the slot of every page while its chunk is read, and of every page that the step writes
     chunks      in page order
-    partial     the chunks leave pages out: those of a draft, which attends only to what is on the device
+    partial     the chunks leave pages out: those of a draft, which attends only to what is on the device, and those
+                that a sliding window has passed
     calls       of a decode step; the last one's folds, and all folds if every group has a scratch row of its own, are
     last_folds  done when the attention is finished
     Refuses, at birth, gaps, overlaps, short cover, and two pages in one slot at one time.

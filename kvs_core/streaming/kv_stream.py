@@ -32,6 +32,7 @@ from kvs_core.streaming.publisher import Publisher
 from kvs_core.streaming.streamer import Streamer
 
 _MOST_LENT = 2      # a half of the pool is the most that is lent
+_NO_SLOT = 0        # of a page that no row sees
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +51,15 @@ class KvStats:
 @dataclass(frozen=True, slots=True)
 class LayerPlaces:
     """Where the pages of one layer are. Those of ``streamed`` pass through the ring in every step, all others are
-    resident; ``in_ring``: of the streamed ones, those that are there now or on their way, in order."""
+    resident, but for those before ``first_page``: a sliding window has passed them, and nobody reads them.
+
+    in_ring  of the streamed ones, those that are there now or on their way, in order
+    """
 
     pages: int
     streamed: range
     in_ring: tuple[range, ...]
+    first_page: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +153,11 @@ class KvStream:
         if lent > 0:
             self._device.discard(self._slots_view(self._table.pool_slots, lent))
             self._table.resize(ring_slots=self._table.ring_slots, pool_slots=self._pool_slots)
+
+    @property
+    def _firsts(self) -> Sequence[int]:
+        """Of each layer, the first page that anybody reads, but none behind those that exist."""
+        return [min(first, self._pages) for first in self._state.first_pages or (0,) * self.layers]
 
     @property
     def _pool_slots(self) -> int:
@@ -256,7 +266,7 @@ class KvStream:
             pool_pages=self._table.pool_slots,
             resident_pages=len(self._table),
             ring_slots=self._table.ring_slots,
-            active_pages=self._pages * self.layers,
+            active_pages=self._pages * self.layers - sum(self._firsts),
             streamed_pages_per_step=self.streamer.schedule.streamed_pages,
             repartitions=self._repartitions,
             history_bytes=self._history.size_bytes,
@@ -268,11 +278,12 @@ class KvStream:
         for run in self.streamer.in_ring:
             ahead[run.layer].append(run.page_range)
         made = []
-        for cut, runs in zip(self._state.cuts, ahead, strict=True):
+        for first, cut, runs in zip(self._firsts, self._state.cuts, ahead, strict=True):
             # What was taken up from elsewhere comes to the device with the next step.
-            going = self._config.streamed(min(cut, self._pages)) if len(self._table) else range(self._pages)
+            going = self._config.streamed(min(cut, self._pages)) if len(self._table) else range(first, self._pages)
             inside = [range(max(run.start, going.start), min(run.stop, going.stop)) for run in runs]
-            made.append(LayerPlaces(self._pages, going, tuple(sorted(filter(None, inside), key=lambda run: run.start))))
+            ring = tuple(sorted(filter(None, inside), key=lambda run: run.start))
+            made.append(LayerPlaces(self._pages, going, ring, first))
         return made
 
     def history_page(self, layer: int, page: int) -> np.ndarray:
@@ -303,14 +314,16 @@ class KvStream:
         """For ``StepPlans``."""
         streamed = self._config.streamed(self._state.cuts[layer])
         runs = self.streamer.schedule.by_layer[layer] if self.streamer.schedule.runs else ()
-        slots = self._table.slots_of(layer, range(streamed.start))
+        first = self._firsts[layer]
+        newest = range(max(first, streamed.stop), self._pages)
+        slots = [_NO_SLOT] * first + self._table.slots_of(layer, range(streamed.start))
         slots += [slot for run in runs for slot in run.slots]
-        slots += self._table.slots_of(layer, range(streamed.stop, self._pages))
+        slots += self._table.slots_of(layer, newest)
         chunks = [Chunk(run.page_range, run) for run in runs]
         if streamed.start > 0:
             chunks.insert(0, Chunk(range(streamed.start)))
-        chunks.append(Chunk(range(streamed.stop, self._pages)))
-        return Lie(tuple(slots), tuple(chunks))
+        chunks.append(Chunk(newest))
+        return Lie(tuple(slots), tuple(chunks), self._config.slides(layer))
 
     def wait_layer(self, layer: int) -> None:
         # Before its rows are written, and so before attention too: a page that was cut short may be coming back.
@@ -359,6 +372,9 @@ class KvStream:
 
         Each move is complete in itself: an error in between leaves a table that is true, and the next step plans anew.
         """
+        if state.first_pages != self._state.first_pages:
+            self.plans.forget()
+            self._drop_passed(state.first_pages)
         if self._scheduled != (state.cuts, state.ring_slots) or pool_slots != self._table.pool_slots:
             self._scheduled = None
             self.plans.rescheduled()
@@ -388,7 +404,13 @@ class KvStream:
     def _evict(self, cuts: Sequence[int]) -> None:
         """Pages that are to be streamed give their slots back; their bytes are in the history."""
         streamed = [self._config.streamed(cut) for cut in cuts]
-        going = [page for page in self._table if page.page in streamed[page.layer]]
+        self._send_away([page for page in self._table if page.page in streamed[page.layer]])
+
+    def _drop_passed(self, firsts: Sequence[int]) -> None:
+        """The same for pages that sliding windows have passed."""
+        self._send_away([page for page in self._table if page.page < firsts[page.layer]])
+
+    def _send_away(self, going: Sequence[PageId]) -> None:
         if going:
             self._publisher.wait_for((max(page.page for page in going) + 1) * self.geometry.page_tokens)
         for page in going:
@@ -413,12 +435,12 @@ class KvStream:
     def _promote(self) -> None:
         """Streamed pages at or above their layer's cut come back to stay; a layer waits for its own before use."""
         streamed = [self._config.streamed(cut) for cut in self._state.cuts]
-        if len(self._table) == sum(self._pages - len(pages) for pages in streamed):
+        if len(self._table) == self._pages * self.layers - sum(map(len, streamed)) - sum(self._firsts):
             return
         back = [
             PageId(layer, page)
-            for layer, pages in enumerate(streamed)
-            for page in (*range(pages.start), *range(pages.stop, self._pages))
+            for layer, (pages, first) in enumerate(zip(streamed, self._firsts, strict=True))
+            for page in (*range(pages.start), *range(max(first, pages.stop), self._pages))
             if not self._table.holds(PageId(layer, page))
         ]
         self._device.copy.wait(self._device.compute.record())

@@ -16,10 +16,14 @@ from kvs_core.streaming.layer_kv import LoadedPlan
 
 @dataclass(frozen=True, slots=True)
 class Lie:
-    """Where the pages of one layer are read: the slot of each, and what can be read at one time, in page order."""
+    """Where the pages of one layer are read: the slot of each, and what can be read at one time, in page order.
+
+    slides  the chunks need not begin at page 0; slots before the first one mean nothing
+    """
 
     slots: tuple[int, ...]
     chunks: tuple[Chunk, ...]
+    slides: bool = False
 
 
 class Pages(Protocol):
@@ -63,9 +67,10 @@ class StepPlans:
         if key not in self._plans:
             lie = self._pages.lie(layer)
             if phase is Phase.DECODE:
-                plan = plan_layer(lie.slots, lie.chunks, scratch_groups=self._group_rows // rows)
+                groups = self._group_rows // rows
+                plan = plan_layer(lie.slots, lie.chunks, scratch_groups=groups, partial=lie.slides)
             else:
-                plan = LayerPlan(lie.slots, lie.chunks)
+                plan = LayerPlan(lie.slots, lie.chunks, partial=lie.slides)
             self._load(key, plan)
         return self._plans[key]
 
@@ -74,7 +79,8 @@ class StepPlans:
         key = (layer, TILES_PLAN)
         if key not in self._plans:
             lie = self._pages.lie(layer)
-            self._load(key, plan_layer(lie.slots, lie.chunks, scratch_groups=scratch_groups))
+            plan = plan_layer(lie.slots, lie.chunks, scratch_groups=scratch_groups, partial=lie.slides)
+            self._load(key, plan)
         return self._plans[key]
 
     def of_draft(self, layer: int) -> LoadedPlan:
