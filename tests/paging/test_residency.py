@@ -18,6 +18,7 @@ from kvs_core.paging.residency import (
     ResidencyState,
     least_pool_slots,
     most_resident_pages,
+    most_sliding_pages,
     residency_step,
 )
 from kvs_core.units import ceil_div
@@ -436,3 +437,52 @@ def test_the_most_that_a_window_keeps_is_known_before(
     count = data.draw(st.integers(1, min(rows, context - first)))
     seen = Observation(pages=ceil_div(first + count, page), writable_page=first // page, pool_slots=most + 1)
     residency_step(used, start(1), seen)
+
+
+@given(
+    st.lists(st.one_of(st.none(), st.integers(0, 20)), min_size=1, max_size=5), HEADS, st.integers(0, 9),
+    st.lists(observations(), max_size=12),
+)
+def test_sliding_layers_keep_what_rows_see_and_stream_nothing(
+    sliding: list[int | None], head_pages: int, ring_slots: int, seen: list[Observation]
+) -> None:
+    """They have the groups from their window on, whatever the pool; the others are cut so that all fit; a pool that is
+    too small is refused with what it needs."""
+    used = config(
+        len(sliding), sliding_pages=tuple(sliding), head_pages=head_pages, ring_slots=ring_slots
+    )
+    state = start(len(sliding))
+    for each in seen:
+        firsts = [
+            0 if before is None else max(0, each.writable_page - before) // GROUP_PAGES * GROUP_PAGES
+            for before in sliding
+        ]
+        limit = max(head_pages, each.writable_page // GROUP_PAGES * GROUP_PAGES)
+        whole = sliding.count(None)
+        every = len(sliding) * each.pages - sum(firsts)
+        least = min(every, every - whole * (limit - head_pages) + 1)
+        if each.pool_slots < least:
+            with pytest.raises(BudgetError, match="--kv-stream-arena-mib") as caught:
+                residency_step(used, state, each)
+            assert caught.value.needed_mib == least * PAGE_MIB
+            continue
+        state = residency_step(used, state, each)
+        assert list(state.first_pages) == firsts
+        streamed = [len(used.streamed(cut)) for cut in state.cuts]
+        assert not any(count for count, before in zip(streamed, sliding, strict=True) if before is not None)
+        assert every - sum(streamed) + state.ring_slots <= each.pool_slots
+        assert (state.ring_slots > 0) == any(streamed)
+
+
+@given(st.integers(1, 3000), st.sampled_from([32, 256]), st.integers(1, 600), st.integers(0, 20), st.data())
+def test_the_most_that_a_sliding_layer_keeps_is_known_before(
+    context: int, page: int, rows: int, before: int, data: st.DataObject
+) -> None:
+    """With so many slots every step within the context runs, and some step needs them all."""
+    most = most_sliding_pages(context, page, rows, before)
+    used = config(1, sliding_pages=(before,))
+    first = data.draw(st.integers(0, context - 1))
+    count = data.draw(st.integers(1, min(rows, context - first)))
+    seen = Observation(pages=ceil_div(first + count, page), writable_page=first // page, pool_slots=most)
+    residency_step(used, start(1), seen)
+    assert least_pool_slots(0, context, page, rows, sliding_pages=[before]) == most

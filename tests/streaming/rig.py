@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import gguf
 import numpy as np
@@ -16,7 +16,7 @@ from kvs_core.device.workspace import BufferSpec, workspace_bytes
 from kvs_core.memory.arena import ALIGNMENT, Arena
 from kvs_core.memory.phases import MemoryPlan, Phase, PhaseRequest
 from kvs_core.paging.geometry import GROUP_PAGES, SEGMENT_GROUPS, KvType, PageGeometry
-from kvs_core.paging.residency import ResidencyConfig, ResidencyMode, least_pool_slots
+from kvs_core.paging.residency import ResidencyConfig, ResidencyMode, least_pool_slots, most_sliding_pages
 from kvs_core.paging.spans import LEAST_SCRATCH_GROUPS
 from kvs_core.streaming.handover import Handover, PhaseBuffers, attention_scratch
 from kvs_core.streaming.kv_stream import KvStream
@@ -41,16 +41,24 @@ class Pools:
     decode: int
 
     @classmethod
-    def between(cls, context: int, prefill: float, decode: float) -> Pools:
-        """Pools between the least that will do (0.0) and one for all pages (1.0)."""
-        least = least_pool_slots(LAYERS, context, PAGE, PREFILL_ROWS)
-        spare = LAYERS * ceil_div(context, PAGE) - least
-        return cls(least + round(prefill * spare), least + round(decode * spare))
+    def between(cls, context: int, prefill: float, decode: float, windows: Sequence[int] = ()) -> Pools:
+        """Pools between the least that will do (0.0) and one for all pages (1.0). ``windows``: see ``Rig``."""
+        sliding = [pages for pages in sliding_pages(windows) if pages is not None]
+        whole = LAYERS - len(sliding)
+        least = least_pool_slots(whole, context, PAGE, PREFILL_ROWS, sliding_pages=sliding)
+        every = whole * ceil_div(context, PAGE)
+        every += sum(most_sliding_pages(context, PAGE, PREFILL_ROWS, pages) for pages in sliding)
+        return cls(least + round(prefill * (every - least)), least + round(decode * (every - least)))
 
     @classmethod
-    def all_of(cls, context: int) -> Pools:
+    def all_of(cls, context: int, windows: Sequence[int] = ()) -> Pools:
         """Pools for all pages."""
-        return cls.between(context, 1.0, 1.0)
+        return cls.between(context, 1.0, 1.0, windows)
+
+
+def sliding_pages(windows: Sequence[int]) -> tuple[int | None, ...]:
+    """Pages before a row's own that it sees, where windows are tokens and 0 is everything."""
+    return tuple(ceil_div(window - 1, PAGE) if window else None for window in windows)
 
 
 @dataclass(frozen=True)
@@ -73,20 +81,26 @@ class Rig:
     def __init__(
         self, geometry: PageGeometry, context: int, pools: Pools, device: HostDevice, *,
         ring_slots: int = 0, run_pages: int = 0, mode: ResidencyMode = ResidencyMode.ADAPTIVE,
+        windows: Sequence[int] = (),
     ) -> None:
+        """``windows``: keys that a row of each layer sees, its own the last; 0, or (): all."""
         self.geometry = geometry
         self.context = context
         self.device = device
-        config = ResidencyConfig(mode, LAYERS, geometry.page_bytes, ring_slots, run_pages, link_bytes_per_s=1e9)
+        config = ResidencyConfig(
+            mode, LAYERS, geometry.page_bytes, ring_slots, run_pages, link_bytes_per_s=1e9,
+            sliding_pages=sliding_pages(windows),
+        )
         self.kv = KvStream(device, geometry, config, context)
         memory, buffers = _memory(geometry, context, pools)
         device.allocate_arena(memory.arena_bytes)
         self.arena = Arena(memory.arena_bytes)
         self.handover = Handover(device, self.arena, memory, self.kv, buffers)
         # Nothing turns: a rotary embedding of one pair that stands still.
-        self.params = AttentionParams(
+        params = AttentionParams(
             HEADS, geometry.kv_heads, geometry.k_dim, geometry.v_dim, False, 1.0, RopeTable(np.zeros(1), False), 1e-6
         )
+        self.params = [replace(params, window=window) for window in windows or (0,) * LAYERS]
         row_bytes = (geometry.k_row_bytes, geometry.v_row_bytes)
         self.rows = [
             Rows(*(np.zeros((0, geometry.kv_heads, size), np.uint8) for size in row_bytes)) for _ in range(LAYERS)
@@ -131,8 +145,8 @@ class Rig:
                 old.and_then(self._stored(k, v).first(kept)) for old, (k, v, _) in zip(before, inputs, strict=True)
             ]
         if not left:
-            for old, (k, v, q), out in zip(before, inputs, outputs, strict=True):
-                self._check(old.and_then(self._stored(k, v)), q, out)
+            for old, (k, v, q), out, params in zip(before, inputs, outputs, self.params, strict=True):
+                self._check(old.and_then(self._stored(k, v)), q, out, params.window)
         return outputs
 
     def _run(
@@ -149,7 +163,8 @@ class Rig:
                     return True
                 y = np.concatenate([part.reshape(len(q), -1) for part in (q, k, v)], axis=1)
                 queries = np.empty((align_up(len(q), 8), *q.shape[1:]), np.float32)
-                step.layer(layer).attend(AttentionRows(y, queries, outputs[layer].reshape(len(q), -1)), self.params)
+                attended = AttentionRows(y, queries, outputs[layer].reshape(len(q), -1))
+                step.layer(layer).attend(attended, self.params[layer])
                 assert step.plan(layer).plan.pages == ceil_div(step.first_position + len(q), PAGE)
             if leave_after < 2 * LAYERS:
                 return True
@@ -195,7 +210,13 @@ class Rig:
         assert self.kv.cache.committed == self.kv.cache.reserved == self.committed
         stats = self.kv.stats()
         assert stats.resident_pages + stats.ring_slots <= stats.pool_pages == self.handover.layout.pool.shape[0]
-        assert stats.active_pages == LAYERS * ceil_div(self.committed, PAGE)
+        assert stats.active_pages <= LAYERS * ceil_div(self.committed, PAGE)
+        for params, places in zip(self.params, self.kv.places(), strict=True):
+            seen = min(self.committed, params.window) if params.window else self.committed
+            assert places.first_page * PAGE <= self.committed - seen
+            # Whole groups leave; a step's rows are in two pages at most and the last step may have been dropped.
+            assert places.first_page == 0 or self.committed - seen - places.first_page * PAGE < 7 * PAGE
+            assert params.window == 0 or not places.streamed
         assert self.device.memory_report() == {"weights": 0, "state": 0, "arena": self.arena.plan.total_bytes}
 
     def close(self) -> None:
@@ -209,11 +230,11 @@ class Rig:
         self._rotate(k, v)
         return Rows(kv_codec.encode(self.geometry.k_type, k), kv_codec.encode(self.geometry.v_type, v))
 
-    def _check(self, stored: Rows, q: np.ndarray, out: np.ndarray) -> None:
+    def _check(self, stored: Rows, q: np.ndarray, out: np.ndarray, window: int) -> None:
         """Compare a layer's outputs with ``dense`` over all its rows."""
         k, v = _decoded(self.geometry.k_type, stored.k), _decoded(self.geometry.v_type, stored.v)
         self._rotate(k, v)
-        np.testing.assert_allclose(out, dense(q, k, v), atol=3e-5)
+        np.testing.assert_allclose(out, dense(q, k, v, window), atol=3e-5)
 
     def _rotate(self, k: np.ndarray, v: np.ndarray) -> None:
         if self.geometry.k_rotation:
@@ -227,12 +248,16 @@ def _decoded(kv_type: KvType, data: np.ndarray) -> np.ndarray:
     return gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kv_type.name]).astype(np.float32)
 
 
-def dense(q: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Causal attention of the last T rows in float64.   q [T, H, Dk]; keys [S, G, Dk]; values [S, G, Dv]"""
+def dense(q: np.ndarray, keys: np.ndarray, values: np.ndarray, window: int = 0) -> np.ndarray:
+    """Causal attention of the last T rows in float64.   q [T, H, Dk]; keys [S, G, Dk]; values [S, G, Dv]
+
+    window  keys that a row sees, its own the last; 0: all
+    """
     rows, heads, _ = q.shape
     of_head = np.arange(heads) * keys.shape[1] // heads
     scores = np.einsum("thd,shd->ths", q, keys[:, of_head], dtype=np.float64)
-    unseen = np.arange(len(keys)) > len(keys) - rows + np.arange(rows)[:, None]
+    own = len(keys) - rows + np.arange(rows)[:, None]
+    unseen = (np.arange(len(keys)) > own) | (np.arange(len(keys)) <= own - (window or len(keys)))
     scores = np.where(unseen[:, None], -np.inf, scores)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
