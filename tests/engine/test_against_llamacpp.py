@@ -11,7 +11,7 @@ import pytest
 from kvs_cli.app import main
 from kvs_core.models.registry import ARCHS
 from tests.engine.compare import Distance, ours, theirs
-from tests.engine.tiny import text
+from tests.engine.tiny import engine, kv_settings, run, text
 from tests.support import llamacpp
 from tests.support.compare import log_probs
 
@@ -63,6 +63,18 @@ def test_tiny_models(tiny_models: dict[str, Path], arch: str) -> None:
         tokens = text(model.n_vocab, 512)
     distance = Distance.between(ours(path, tokens, decode_from=400), theirs(path, tokens))
     assert distance.largest < SAME_MATHS
+
+
+@pytest.mark.parametrize("arch", sorted(ARCHS))
+def test_tiny_models_with_streamed_pages(tiny_models: dict[str, Path], arch: str) -> None:
+    """The same from the smallest pool of pages of 32 tokens, most of which stream in every step."""
+    path = tiny_models[arch]
+    with engine(path, kv=kv_settings("f32", "f32"), pool=0.0, fixed=True) as built:
+        tokens = text(built.spec.n_vocab, 500)
+        got = run(built, tokens[:450], tokens[450:])
+        stats = built.report().stats
+    assert stats.streamed_pages_per_step > stats.pool_pages
+    assert Distance.between(got, theirs(path, tokens)).largest < SAME_MATHS
 
 
 @pytest.mark.parametrize("arch", sorted(ARCHS))
