@@ -23,7 +23,7 @@ Section = dict[str, Any]
 
 def execute(settings: InfoSettings) -> int:
     """Print it; the exit code. Raises ``KvsError``, also for an arena that could not run this context."""
-    model = open_model(settings.engine.model, Screen.of(settings.logging))
+    model = open_model(settings.engine.model, Screen.of(settings.logging), settings.engine.rope)
     plan_context(model, settings.engine)
     budget = plan_budget(
         model.spec, settings.engine.context, settings.engine.kv, free_bytes=available_ram_bytes()

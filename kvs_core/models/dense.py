@@ -18,7 +18,7 @@ from kvs_core.formats.gguf import GgufFile
 from kvs_core.models.model import Layer
 from kvs_core.models.nextn import NextN
 from kvs_core.models.rope import read_rope
-from kvs_core.models.spec import ModelSpec, TensorSpec, read_common
+from kvs_core.models.spec import ModelSpec, TensorSpec, read_common, rope_tensors
 from kvs_core.models.weights import Loader
 
 
@@ -56,6 +56,7 @@ def dense_tensors(
         TensorSpec("token_embd.weight", (n_embd, spec.n_vocab)),
         TensorSpec("output_norm.weight", (n_embd,)),
         TensorSpec("output.weight", (n_embd, spec.n_vocab), optional=True),
+        *rope_tensors(spec.rope),
     ]
     for layer in spec.layers:
         block = f"blk.{layer.index}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from kvs_core.errors import ModelFileError
 from kvs_core.formats.gguf import GgufFile
 from kvs_core.models.dense import dense_tensors, load_layers, load_nextn, nextn_tensors, read_dense
+from kvs_core.models.rope import DIVISORS
 from kvs_core.models.spec import ModelSpec, TensorSpec
 
 __all__ = ["ARCH", "load_layers", "load_nextn", "nextn_tensors", "read_spec", "trunk_tensors"]
@@ -30,5 +31,5 @@ def trunk_tensors(spec: ModelSpec) -> list[TensorSpec]:
     """Every tensor of the model."""
     return [
         *dense_tensors(spec, maybe_biases=_MATRICES),
-        TensorSpec("rope_freqs.weight", (spec.rope.n_rot // 2,), optional=True),
+        TensorSpec(DIVISORS, (spec.rope.n_rot // 2,), optional=True),
     ]

@@ -35,6 +35,7 @@ from kvs_core.models.spec import (
     ModelSpec,
     TensorSpec,
     read_common,
+    rope_tensors,
 )
 from kvs_core.models.weights import Loader
 
@@ -143,6 +144,7 @@ def trunk_tensors(spec: ModelSpec) -> list[TensorSpec]:
         TensorSpec("token_embd.weight", (spec.n_embd, spec.n_vocab)),
         TensorSpec("output_norm.weight", (spec.n_embd,)),
         TensorSpec("output.weight", (spec.n_embd, spec.n_vocab), optional=True),
+        *rope_tensors(spec.rope),
     ]
     for layer in spec.layers:
         table += _block_tensors(spec, layer)

@@ -71,7 +71,7 @@ def device(model_path: Path) -> Iterator[HostDevice]:
 
 @pytest.fixture(scope="module")
 def model(model_path: Path, device: HostDevice) -> Model:
-    return load_model(GgufFile.open(model_path), device)
+    return load_model(GgufFile.open(model_path), device, context_tokens=2048)
 
 
 class Run:

@@ -18,6 +18,7 @@ from kvs_core.formats.gguf import GgufFile, TensorInfo
 from kvs_core.models import qwen35
 from kvs_core.models.registry import read_spec
 from kvs_core.models.spec import LayerKind
+from kvs_core.settings import RopeSettings
 from tests.support.tiny_gguf import write_tiny_llama, write_tiny_qwen2, write_tiny_qwen3, write_tiny_qwen35
 
 QWEN_27B = {
@@ -172,7 +173,11 @@ def test_optional_tensors_may_be_there(llama: GgufFile, qwen: GgufFile) -> None:
         ({"rope__dimension_sections": np.zeros(4, np.int32)}, ModelFileError, "four parts of the 6"),
         ({"rope__freq_base": 1.0}, ModelFileError, "rotary base 1 (must exceed 1)"),
         ({"rope__scaling__factor": -2.0}, ModelFileError, "scale -2 (must lie between"),
-        ({"rope__scaling__type": "longrope"}, CapabilityError, "'longrope'; kvs has code for none, linear, yarn"),
+        ({"rope__scaling__type": "ntk"}, CapabilityError, "'ntk'; kvs has code for none, linear, yarn, longrope"),
+        ({"rope__scaling__yarn_beta_fast": 0.5}, ModelFileError, "yarn_beta_slow 1 or yarn_beta_fast 0.5 (0 < slow"),
+        ({"rope__scaling__yarn_ext_factor": -1.0}, ModelFileError, "yarn_ext_factor -1 (must not be negative)"),
+        ({"rope__scaling__yarn_attn_factor": 0.0}, ModelFileError, "yarn_attn_factor 0 (must be positive)"),
+        ({"attention__dual_chunk__local_size": 64}, CapabilityError, "no key of the size of its chunks"),
         ({"ssm__conv_kernel": 1}, ModelFileError, "conv_kernel is 1"),
         ({"ssm__conv_kernel": None}, ModelFileError, "conv_kernel"),
         ({"ssm__state_size": 10**6}, ModelFileError, "state_size is 1000000"),
@@ -215,6 +220,29 @@ def test_llama_metadata_out_of_range_is_refused(
     with pytest.raises(error) as caught:
         read_spec(with_keys(llama, **changes))
     assert message in str(caught.value)
+
+
+def test_longrope_has_both_tensors_of_divisors(llama: GgufFile) -> None:
+    """They belong to that scaling alone."""
+    long, short = ("rope_factors_long.weight", "rope_factors_short.weight")
+    both = with_tensors(llama, **{long: {"shape": (32,)}, short: {"shape": (32,)}})
+    assert read_spec(with_keys(both, rope__scaling__type="longrope")).rope.scaling == "longrope"
+    with pytest.raises(ModelFileError, match=r"has no tensor rope_factors_short\.weight \[32\]"):
+        read_spec(with_keys(with_tensors(both, **{short: None}), rope__scaling__type="longrope"))
+    with pytest.raises(ModelFileError, match=r"rope_factors_long\.weight and 1 more has no place"):
+        read_spec(both)
+
+
+def test_a_scaling_reaches_beyond_the_training_length(llama: GgufFile) -> None:
+    """Where the file or the user says from which context on; never below the training length."""
+    assert read_spec(llama).n_ctx_most == 32768
+    yarn = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0}
+    assert read_spec(with_keys(llama, **yarn)).n_ctx_most == 32768   # its context_length may be the longer one
+    told = with_keys(llama, **yarn, rope__scaling__original_context_length=32768)
+    assert (read_spec(told).n_ctx_train, read_spec(told).n_ctx_most) == (32768, 131072)
+    assert read_spec(told, RopeSettings(scale=2.0)).n_ctx_most == 65536
+    assert read_spec(llama, RopeSettings(scaling="yarn", scale=8.0)).n_ctx_most == 262144
+    assert read_spec(llama, RopeSettings(scaling="yarn", scale=8.0, yarn_orig_ctx=1024)).n_ctx_most == 32768
 
 
 def test_attention_scale_of_the_file_counts(llama: GgufFile) -> None:
