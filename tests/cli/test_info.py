@@ -134,7 +134,7 @@ def test_text_for_people(kvs: Kvs, tiny_qwen35: Path) -> None:
     """Sections with aligned lines, in plain text where stdout is no terminal; nothing on stderr."""
     done = kvs("info", tiny_qwen35, *SMALL, "--kv-stream-arena-mib", "1")
     assert (done.code, done.err) == (0, "")
-    for words in ("  0-6 (6)          recurrent, a state of fixed size and no KV\n", "  3-7 (2)          full, 208 bytes of ",
+    for words in ("  0-6 (6)          recurrent, a state of fixed size and no KV\n", "  3-7 (2)          full, 208 ",
                   "Model\n  name ", "6 recurrent ", "2 full ", "1 mtp ", "<|im_end|> (378)", "K q8_0, V q4_0",
                   "arena            1.0 MiB; least ", "then streamed "):
         assert words in done.out
