@@ -24,7 +24,16 @@ from kvs_core.formats.tokenizer import Tokenizer
 from kvs_core.models.registry import read_spec
 from kvs_core.models.spec import ModelSpec
 from kvs_core.models.synthetic import synthetic_model
-from kvs_core.settings import ContextPlan, EngineSettings, HubModel, ModelSettings, SyntheticModel, UrlModel
+from kvs_core.settings import (
+    ContextPlan,
+    EngineSettings,
+    HubModel,
+    ModelSettings,
+    RopeSettings,
+    SyntheticModel,
+    UrlModel,
+)
+from kvs_core.settings.rooms import AS_IN_FILE
 from kvs_core.speculative.drafter import verify_width
 
 LOGGER = logging.getLogger(__name__)
@@ -39,8 +48,11 @@ class OpenModel:
     tokenizer: Tokenizer
 
 
-def open_model(settings: ModelSettings, screen: Screen) -> OpenModel:
-    """Open the file, fetching it if it is not there. Raises the ``KvsError`` that says what is wrong with it."""
+def open_model(settings: ModelSettings, screen: Screen, rope: RopeSettings = AS_IN_FILE) -> OpenModel:
+    """Open the file, fetching it if it is not there. Raises the ``KvsError`` that says what is wrong with it.
+
+    rope  what the user says of positions, on which the longest context depends
+    """
     source = settings.source
     if isinstance(source, SyntheticModel):
         found = synthetic_model(source.name)
@@ -49,7 +61,7 @@ def open_model(settings: ModelSettings, screen: Screen) -> OpenModel:
     file = found.override(parse_override(text) for text in settings.override_kv)
     if file.synthetic:
         LOGGER.info("synthetic model %s: its weights are random, its text means nothing", file.path)
-    spec = read_spec(file)
+    spec = read_spec(file, rope)
     tokenizer = Tokenizer.from_metadata(file.metadata, source=str(file.path))
     if settings.scan:
         with screen.stage("checking weights", "bytes") as progress:
@@ -59,7 +71,7 @@ def open_model(settings: ModelSettings, screen: Screen) -> OpenModel:
 
 def plan_context(model: OpenModel, settings: EngineSettings) -> ContextPlan:
     """The context that holds for this model; says so if that is less than was asked for."""
-    plan = settings.context.plan(model.spec.n_ctx_train)
+    plan = settings.context.plan(model.spec.n_ctx_train, model.spec.n_ctx_most)
     if plan.capped:
         LOGGER.warning(
             "--ctx-size %d: the model was trained for %d tokens; the context is %d "
@@ -78,7 +90,8 @@ def open_engine(
     ``pool_bytes``: of KV pages alone, with the workspaces outside, where the settings name no arena and no pool.
     """
     settings.device.check_gpu_layers(model.spec.n_layer)
-    context = settings.context.plan(model.spec.n_ctx_train)   # what is wrong is said before the weights are read
+    # What is wrong is said before the weights are read.
+    context = settings.context.plan(model.spec.n_ctx_train, model.spec.n_ctx_most)
     verify_width(
         settings.speculative, ubatch_tokens=context.ubatch_tokens, context_tokens=context.context_tokens
     )

@@ -13,6 +13,7 @@ from kvs_core.engine.engine import Engine
 from kvs_core.engine.session import Session
 from kvs_core.engine.session_file import load_session, model_key, save_session
 from kvs_core.errors import SettingsError
+from kvs_core.models.rope import divisors_name
 from kvs_core.settings import RopeSettings
 from kvs_core.settings.serving import CacheSettings
 from kvs_core.units import MIB
@@ -36,7 +37,7 @@ class SavedText:
             checkpoint_tokens=defaults.checkpoint_tokens,
         )
         self._path = path
-        self._key = model_key(model.file, rope)
+        self._key = model_key(model.file, rope, divisors_name(model.spec.rope, engine.context.context_tokens))
         self.tokens: list[int] = []
         if path.exists():
             saved = load_session(self.session, path, self._key)

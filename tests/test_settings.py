@@ -85,17 +85,23 @@ def test_rule_judges_parts() -> None:
 )
 def test_context_rules(asked: ContextSettings, train: int, expected: tuple[int, int, int, bool]) -> None:
     """The context is rounded up to 256 and held to the training length; batches are held to it as asked for."""
-    plan = asked.plan(train)
+    plan = asked.plan(train, train)
     assert (plan.context_tokens, plan.batch_tokens, plan.ubatch_tokens, plan.capped) == expected
 
 
-@given(st.integers(0, 1 << 31), st.integers(1, 1 << 31), st.integers(1, 1 << 31), st.integers(1, 1 << 31))
-def test_context_plan_always_fits(ctx_size: int, batch: int, ubatch: int, train: int) -> None:
-    """0 < ubatch <= batch <= context <= training length, whatever is asked for."""
-    plan = ContextSettings(ctx_size=ctx_size, batch=batch, ubatch=ubatch).plan(train)
-    assert 0 < plan.ubatch_tokens <= plan.batch_tokens <= plan.context_tokens <= train
-    assert plan.context_tokens % 256 == 0 or plan.context_tokens == train
-    assert plan.context_tokens >= min(ctx_size, train)
+@given(
+    st.integers(0, 1 << 31), st.integers(1, 1 << 31), st.integers(1, 1 << 31), st.integers(1, 1 << 31),
+    st.sampled_from([0, 1, 300, 1 << 20]),
+)
+def test_context_plan_always_fits(ctx_size: int, batch: int, ubatch: int, train: int, more: int) -> None:
+    """0 < ubatch <= batch <= context <= the longest one, whatever is asked for; unasked it is about the training
+    length."""
+    most = train + more
+    plan = ContextSettings(ctx_size=ctx_size, batch=batch, ubatch=ubatch).plan(train, most)
+    assert 0 < plan.ubatch_tokens <= plan.batch_tokens <= plan.context_tokens <= most
+    assert plan.context_tokens % 256 == 0 or plan.context_tokens == most
+    assert plan.context_tokens >= min(ctx_size, most)
+    assert ctx_size or train <= plan.context_tokens < train + 256
 
 
 @pytest.mark.parametrize(

@@ -94,8 +94,8 @@ def _engine(arguments: list[str]) -> Iterator[tuple[OpenModel, EngineSettings, E
     parsed = parse(arguments, os.environ, "run")
     settings = engine_settings(parsed.values)
     screen = Screen()
-    model = open_model(settings.model, screen)
-    context = settings.context.plan(model.spec.n_ctx_train)
+    model = open_model(settings.model, screen, settings.rope)
+    context = settings.context.plan(model.spec.n_ctx_train, model.spec.n_ctx_most)
     if context.capped:
         raise SettingsError(f"--contexts {settings.context.ctx_size}: the model was trained for "
                             f"{model.spec.n_ctx_train} tokens; use no more, or "

@@ -126,7 +126,7 @@ def compare(
         raise SettingsError("nothing to compare with; give --against, --against-command or --against-offloaded")
     settings = engine_settings(parsed.values)
     text = _prompt(prompt_file)
-    model = open_model(settings.model, Screen())
+    model = open_model(settings.model, Screen(), settings.rope)
     engines = run_compare(CompareSettings(
         ctx.args, None if model.file.synthetic and not model.file.path.exists() else model.file.path, model.tokenizer,
         text, prompt_tokens, decode_tokens, rounds, output, addresses=against or (), commands=against_command or (),

@@ -81,7 +81,7 @@ def execute(settings: PlanSettings) -> int:
     if settings.plot is not None:
         _check_plot(settings.plot)
     screen = Screen.of(settings.logging)
-    model = open_model(settings.engine.model, screen)
+    model = open_model(settings.engine.model, screen, settings.engine.rope)
     context = plan_context(model, settings.engine)
     settings.engine.device.check_gpu_layers(model.spec.n_layer)
     speculative = settings.engine.speculative

@@ -37,7 +37,7 @@ def execute(settings: RunSettings) -> int:
     if settings.session is not None:
         check_place(settings.session)
     text = read_prompt(settings.prompt)
-    model = open_model(settings.engine.model, screen)
+    model = open_model(settings.engine.model, screen, settings.engine.rope)
     context = plan_context(model, settings.engine)
     goes_on = not text and settings.session is not None and settings.session.exists()
     prompt = [] if goes_on else prompt_tokens(model, text, settings.chat, context)

@@ -37,6 +37,7 @@ from kvs_core.engine.session import Session
 from kvs_core.engine.session_file import model_key
 from kvs_core.errors import SettingsError
 from kvs_core.formats.grammar import GrammarCompiler
+from kvs_core.models.rope import divisors_name
 from kvs_core.sampling.params import SamplingParams
 from kvs_core.settings import ServeSettings
 from kvs_core.units import MIB
@@ -104,7 +105,7 @@ class Server:
     def _run_engine(self) -> None:
         settings = self._settings
         try:
-            model = open_model(settings.engine.model, self._screen)
+            model = open_model(settings.engine.model, self._screen, settings.engine.rope)
             context = plan_context(model, settings.engine)
             template = read_template(model, settings.chat)
             grammars = GrammarCompiler(model.tokenizer, model.spec.n_vocab)
@@ -139,8 +140,10 @@ def _room(settings: ServeSettings, model: OpenModel, engine: Engine) -> Room:
     checkpoints = Checkpoints(cache.checkpoints, limit_bytes) if cache.checkpoints else None
     session = Session(engine, checkpoints, checkpoint_tokens=cache.checkpoint_tokens)
     parked = ParkedSessions(cache.ram_mib * MIB if cache.ram_mib >= 0 else sys.maxsize)
+    divisors = divisors_name(model.spec.rope, engine.context.context_tokens)
+    key = model_key(model.file, settings.engine.rope, divisors)
     return Room(
-        Conversation(session, model_key(model.file, settings.engine.rope), cache.folder, parked),
+        Conversation(session, key, cache.folder, parked),
         model.tokenizer, Metrics(), speculative=settings.engine.speculative, special=settings.replies.special,
     )
 

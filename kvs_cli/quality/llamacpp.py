@@ -60,7 +60,8 @@ class _Server:
     def __init__(self, path: Path, bench: Bench, context_tokens: int) -> None:
         import xllamacpp
 
-        kv, context = bench.settings.kv, bench.settings.context.plan(bench.model.spec.n_ctx_train)
+        kv, spec = bench.settings.kv, bench.model.spec
+        context = bench.settings.context.plan(spec.n_ctx_train, spec.n_ctx_most)
         params = xllamacpp.CommonParams()
         params.model.path = str(path)
         params.n_ctx = context_tokens

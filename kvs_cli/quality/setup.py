@@ -67,15 +67,15 @@ class Bench:
         if output is not None:
             make_folder(output)
         screen = Screen.of(logging_settings(parsed.values))
-        return Bench(name, settings, open_model(settings.model, screen), screen, output, json)
+        return Bench(name, settings, open_model(settings.model, screen, settings.rope), screen, output, json)
 
     def context_of(self, needed_tokens: int, flag: str) -> int:
         """The context for ``needed_tokens``: what ``--ctx-size`` says, else that. Raises ``ContextError``."""
-        asked, train = self.settings.context.ctx_size, self.model.spec.n_ctx_train
-        holds = min(asked or train, train)
+        asked, spec = self.settings.context.ctx_size, self.model.spec
+        holds = min(asked or spec.n_ctx_train, spec.n_ctx_most)
         if needed_tokens > holds:
             advice = f"the model was trained for no more: lower {flag}"
-            if holds < train:
+            if holds < spec.n_ctx_most:
                 advice = f"raise --ctx-size or lower {flag}"
             raise ContextError(f"{flag}: {needed_tokens} tokens are needed, the context holds {holds}; {advice}",
                                prompt_tokens=needed_tokens, context_tokens=holds)

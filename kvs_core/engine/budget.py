@@ -201,7 +201,8 @@ def plan_budget(
     device                   what its kernels ask for; by default nothing
     arena_bytes, pool_bytes  exact sizes instead of ``kv.arena_mib`` and ``kv.pool_mib``; arenas in multiples of 256
     """
-    plan = context.plan(spec.n_ctx_train)
+    plan = context.plan(spec.n_ctx_train, spec.n_ctx_most)
+    _check_plain(spec, plan.context_tokens)
     mode = ResidencyMode(kv.residency_mode)
     layers = drafting.kv_layers(spec)
     _check_auxiliary(kv, spec)
@@ -230,6 +231,15 @@ def plan_budget(
         sliding_pages=sliding_pages(layers, geometry) if any(layer.window for layer in layers) else (),
     )
     return Budget(plan, residency, geometry, need, buffers, memory)
+
+
+def _check_plain(spec: ModelSpec, context_tokens: int) -> None:
+    """``CapabilityError`` for a context in which the model's attention is no longer plain."""
+    if spec.n_ctx_plain is not None and context_tokens > spec.n_ctx_plain:
+        raise CapabilityError(
+            f"{spec.name} attends in dual chunks beyond {spec.n_ctx_plain} tokens, for which kvs has no code, and the "
+            f"context is {context_tokens}; use --ctx-size {spec.n_ctx_plain} or less"
+        )
 
 
 def _check_auxiliary(kv: KvSettings, spec: ModelSpec) -> None:

@@ -80,14 +80,18 @@ class Engine:
         """
         self._device = device
         self._drafting = drafting
-        spec = read_spec(file)
+        spec = read_spec(file, rope)
         drafting.check(spec)
         plan = partial(
             plan_budget, spec, context, kv, arena_bytes=arena_bytes, pool_bytes=pool_bytes,
             device=BudgetDevice.of(device), drafting=drafting,
         )
-        device.capabilities.check(plan(free_bytes=device.free_bytes()).geometry)   # what cannot be, before the weights
-        self._model = load_model(file, device, rope=rope, nextn=drafting.nextn, progress=progress)
+        first = plan(free_bytes=device.free_bytes())
+        device.capabilities.check(first.geometry)   # what cannot be, before the weights
+        self._model = load_model(
+            file, device, context_tokens=first.context.context_tokens, rope=rope, nextn=drafting.nextn,
+            progress=progress,
+        )
         device.prepare_ops(
             plan(free_bytes=device.free_bytes()).geometry, self._model.attention, self._model.recurrent,
             kernel_progress,

@@ -51,10 +51,13 @@ class SavedSession:
     tail: tuple[int, ...] = ()
 
 
-def model_key(file: GgufFile, rope: RopeSettings) -> str:
+def model_key(file: GgufFile, rope: RopeSettings, divisors: str | None) -> str:
     """A model as saved sessions know it: its tensors' names, types, shapes and the first bytes of each, its
-    architecture's keys, and how positions are turned."""
-    digest = hashlib.sha256(repr(rope).encode())
+    architecture's keys, and how positions are turned.
+
+    divisors  the tensor of them that depends on the context, see ``models.rope.divisors_name``
+    """
+    digest = hashlib.sha256(repr(rope).encode() + (divisors or "").encode())
     for name, info in sorted(file.tensors.items()):
         digest.update(repr((name, info.quant.name, tuple(info.shape))).encode())
         digest.update(info.data[:_SAMPLE].tobytes())

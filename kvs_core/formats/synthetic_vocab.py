@@ -15,8 +15,8 @@ _CHAT_TEMPLATE = (
 )
 
 
-def synthetic_vocab(n_vocab: int) -> dict[str, MetaValue]:
-    """``tokenizer.*`` of a byte-level vocabulary of ``n_vocab`` tokens.
+def synthetic_vocab(n_vocab: int, pre: str) -> dict[str, MetaValue]:
+    """``tokenizer.*`` of a byte-level vocabulary of ``n_vocab`` tokens, with the pre-tokenizer ``pre``.
 
     ids [0, 256)        the bytes
     ids [256, n - 3)    `` w256`` and so on
@@ -31,7 +31,7 @@ def synthetic_vocab(n_vocab: int) -> dict[str, MetaValue]:
     types[-len(_CONTROL) :] = TokenType.CONTROL
     return {
         "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "qwen35",
+        "tokenizer.ggml.pre": pre,
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": types,
         "tokenizer.ggml.merges": [f"{space} w"],

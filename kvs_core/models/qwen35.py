@@ -35,6 +35,7 @@ from kvs_core.models.spec import (
     ModelSpec,
     TensorSpec,
     read_common,
+    rope_tensors,
 )
 from kvs_core.models.weights import Loader
 
@@ -143,6 +144,7 @@ def trunk_tensors(spec: ModelSpec) -> list[TensorSpec]:
         TensorSpec("token_embd.weight", (spec.n_embd, spec.n_vocab)),
         TensorSpec("output_norm.weight", (spec.n_embd,)),
         TensorSpec("output.weight", (spec.n_embd, spec.n_vocab), optional=True),
+        *rope_tensors(spec.rope),
     ]
     for layer in spec.layers:
         table += _block_tensors(spec, layer)
@@ -209,7 +211,7 @@ def load_layers(spec: ModelSpec, loader: Loader, rope: RopeTable) -> list[Layer]
         if layer.gdn:
             mixer: Attention | DeltaNet = _load_delta_net(spec, layer, loader)
         else:
-            mixer = loader.attention(spec, layer, turned, head_norms=True)
+            mixer = loader.attention(spec, layer, turned)
         layers.append(Layer(mixer, loader.feed_forward(block, "post_attention_norm")))
     return layers
 
@@ -227,7 +229,7 @@ def load_nextn(spec: ModelSpec, loader: Loader, rope: RopeTable) -> NextN:
         embed_norm=loader.vector(f"{own}.enorm.weight"),
         hidden_norm=loader.vector(f"{own}.hnorm.weight"),
         join=loader.matrix(f"{own}.eh_proj"),
-        attention=loader.attention(spec, layer, loader.rope(rope), head_norms=True),
+        attention=loader.attention(spec, layer, loader.rope(rope)),
         feed_forward=loader.feed_forward(block, "post_attention_norm"),
         head_norm=loader.vector(head_norm if loader.has(head_norm) else "output_norm.weight"),
         head=loader.matrix(head),

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from kvs_core.device.base import Device, RopeTable
 from kvs_core.errors import ModelFileError
 from kvs_core.formats.gguf import GgufFile
-from kvs_core.models import llama, qwen35
+from kvs_core.models import llama, qwen2, qwen3, qwen35
 from kvs_core.models.model import Layer, Model
 from kvs_core.models.nextn import NextN
-from kvs_core.models.rope import rope_table
+from kvs_core.models.rope import DIVISORS, divisors_name, reach_tokens, rope_table
 from kvs_core.models.spec import ModelSpec, TensorSpec
 from kvs_core.models.weights import Loader, check_tensors
-from kvs_core.settings.rooms import RopeSettings
+from kvs_core.settings.rooms import AS_IN_FILE, RopeSettings
 from kvs_core.units import Progress
 
 
@@ -35,35 +35,39 @@ ARCHS = {
     module.ARCH: Arch(
         module.read_spec, module.trunk_tensors, module.nextn_tensors, module.load_layers, module.load_nextn
     )
-    for module in (llama, qwen35)
+    for module in (llama, qwen2, qwen3, qwen35)
 }
 
 
-def read_spec(file: GgufFile) -> ModelSpec:
+def read_spec(file: GgufFile, rope: RopeSettings = AS_IN_FILE) -> ModelSpec:
     """The model in ``file``, its metadata and tensor table checked; nothing is loaded.
 
+    rope  replaces the file's rotary settings, on which the longest context depends
     Raises ModelFileError for what is wrong in the file, CapabilityError for a sound model without code here.
     """
     arch = _arch_of(file)
     spec = arch.read_spec(file)
     check_tensors(file, spec.arch, [*arch.trunk_tensors(spec), *arch.nextn_tensors(spec)])
-    return spec
+    return replace(spec, n_ctx_most=max(spec.n_ctx_train, reach_tokens(spec.rope, rope)))
 
 
 def load_model(
-    file: GgufFile, device: Device, *, rope: RopeSettings | None = None, nextn: bool = False,
+    file: GgufFile, device: Device, *, context_tokens: int, rope: RopeSettings = AS_IN_FILE, nextn: bool = False,
     progress: Progress | None = None,
 ) -> Model:
     """Check the file as ``read_spec`` does and put the model on ``device``.
 
-    rope      replaces the file's rotary settings
-    nextn     with the MTP block, which the file must have; without, it stays in the file
-    progress  hears of the loading work in bytes
+    context_tokens  the context that it will run in
+    rope            replaces the file's rotary settings
+    nextn           with the MTP block, which the file must have; without, it stays in the file
+    progress        hears of the loading work in bytes
     """
-    spec = read_spec(file)
+    spec = read_spec(file, rope)
     arch = _arch_of(file)
     loader = Loader(file, device)
-    table = rope_table(spec.rope, rope or RopeSettings(), _rope_divisors(file, device))
+    # As in llama.cpp: of tensors that divide angles, the one that holds for every context comes first.
+    divisors = DIVISORS if DIVISORS in file.tensors else divisors_name(spec.rope, context_tokens)
+    table = rope_table(spec.rope, rope, None if divisors is None else _read_divisors(file, divisors, device))
     loader.prepare([*arch.trunk_tensors(spec), *(arch.nextn_tensors(spec) if nextn else ())], progress)
     return Model(
         spec,
@@ -85,12 +89,9 @@ def _arch_of(file: GgufFile) -> Arch:
     return arch
 
 
-def _rope_divisors(file: GgufFile, device: Device) -> np.ndarray | None:
-    """``rope_freqs.weight`` [n_rot / 2] on the host, or None: the divisors of the rotary angles (Llama 3.1)."""
-    info = file.tensors.get("rope_freqs.weight")
-    if info is None:
-        return None
-    divisors = device.download(device.load_vector(info))
+def _read_divisors(file: GgufFile, name: str, device: Device) -> np.ndarray:
+    """[n_rot / 2] on the host: the divisors of the rotary angles."""
+    divisors = device.download(device.load_vector(file.tensors[name]))
     if not (np.isfinite(divisors).all() and (divisors > 0.0).all()):
-        raise ModelFileError(f"{file.path}: tensor rope_freqs.weight holds numbers that are not positive and finite")
+        raise ModelFileError(f"{file.path}: tensor {name} holds numbers that are not positive and finite")
     return divisors

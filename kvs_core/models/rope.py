@@ -6,9 +6,12 @@ al., RoFormer, 2021). To reach beyond the trained context
     linear  divides all angles by ``scale``
     yarn    divides the slow ones, keeps the fast ones, mixes those between, and lengthens q and k by 1 + 0.1 ln(scale)
             (Peng et al., YaRN, 2023)
+    longrope  divides each by a number of its own, from one of two tensors of the file: for contexts up to the original
+            one and for longer ones (Ding et al., LongRoPE, 2024)
 
-Which key or flag wins, and their defaults, are llama.cpp's, with one difference: ``--yarn-attn-factor`` also counts
-while YaRN is on, where llama.cpp reads it and lets it fall.
+Which key or flag wins, and their defaults, are llama.cpp's, with two differences: ``--yarn-attn-factor`` also counts
+while YaRN is on, where llama.cpp reads it and lets it fall; and the keys ``rope.scaling.yarn_*``, which llama.cpp heeds
+in a few archs alone, are the defaults of their flags in all.
 """
 
 from __future__ import annotations
@@ -25,10 +28,9 @@ from kvs_core.errors import CapabilityError, ModelFileError, SettingsError
 from kvs_core.formats.gguf import GgufFile
 from kvs_core.settings.rooms import MAX_ROPE_SCALE, RopeScaling, RopeSettings
 
-SCALINGS = get_args(RopeScaling)
-
-_BETA_FAST = 32.0  # turns within the original context from which on a pair is kept
-_BETA_SLOW = 1.0   # and below which it is divided
+SCALINGS = (*get_args(RopeScaling), "longrope")
+DIVISORS = "rope_freqs.weight"
+LONG_DIVISORS, SHORT_DIVISORS = "rope_factors_long.weight", "rope_factors_short.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,8 @@ class RopeSpec:
     scaling       one of ``SCALINGS``; ``scale`` is the factor by which the context grows
     orig_ctx      positions before it grew
     attn_factor   factor on cos and sin besides YaRN's own
+    reach_tokens  the context that the scaling was made for; 0 where the file does not say
+    yarn_*        as in ``RopeSettings``, for YaRN
     """
 
     n_rot: int
@@ -49,6 +53,11 @@ class RopeSpec:
     scale: float
     orig_ctx: int
     attn_factor: float
+    reach_tokens: int = 0
+    yarn_ext_factor: float = 1.0
+    yarn_attn_factor: float = 1.0
+    yarn_beta_fast: float = 32.0
+    yarn_beta_slow: float = 1.0
     still_pairs: tuple[int, ...] = ()
 
 
@@ -75,15 +84,52 @@ def read_rope(file: GgufFile, arch: str, *, n_rot: int, n_ctx_train: int, interl
             f"{1 / MAX_ROPE_SCALE:g} and {MAX_ROPE_SCALE:g}) or attn_factor {attn_factor:g} (must be positive) is out "
             "of range"
         )
-    return RopeSpec(
+    orig_ctx = file.get_u32(f"{prefix}.scaling.original_context_length", 0)
+    spec = RopeSpec(
         n_rot=n_rot,
         interleaved=interleaved,
         freq_base=base,
         scaling=scaling,
         scale=scale,
-        orig_ctx=file.get_u32(f"{prefix}.scaling.original_context_length", 0) or n_ctx_train,
+        orig_ctx=orig_ctx or n_ctx_train,
         attn_factor=attn_factor,
+        reach_tokens=0 if scaling == "none" else int(orig_ctx * scale),
+        yarn_ext_factor=file.get_f32(f"{prefix}.scaling.yarn_ext_factor", 1.0),
+        yarn_attn_factor=file.get_f32(f"{prefix}.scaling.yarn_attn_factor", 1.0),
+        yarn_beta_fast=file.get_f32(f"{prefix}.scaling.yarn_beta_fast", 32.0),
+        yarn_beta_slow=file.get_f32(f"{prefix}.scaling.yarn_beta_slow", 1.0),
     )
+    if spec.yarn_ext_factor < 0.0 or spec.yarn_attn_factor <= 0.0 or not 0 < spec.yarn_beta_slow <= spec.yarn_beta_fast:
+        raise ModelFileError(
+            f"{file.path}: {prefix}.scaling.yarn_ext_factor {spec.yarn_ext_factor:g} (must not be negative), "
+            f"yarn_attn_factor {spec.yarn_attn_factor:g} (must be positive), yarn_beta_slow {spec.yarn_beta_slow:g} or "
+            f"yarn_beta_fast {spec.yarn_beta_fast:g} (0 < slow <= fast) is out of range"
+        )
+    return spec
+
+
+def reach_tokens(spec: RopeSpec, overrides: RopeSettings) -> int:
+    """The context that the file's scaling, or the user's, was made for; 0 where neither says."""
+    if (overrides.scaling or spec.scaling) == "none":
+        return 0
+    scale = _given_scale(overrides)
+    return spec.reach_tokens if scale is None else int((overrides.yarn_orig_ctx or spec.orig_ctx) * scale)
+
+
+def divisors_name(spec: RopeSpec, context_tokens: int) -> str | None:
+    """The tensor whose numbers divide the angles of a ``longrope`` model in a context of that many tokens.
+
+    As in llama.cpp the file's original context counts, whatever ``--yarn-orig-ctx`` says.
+    """
+    if spec.scaling != "longrope":
+        return None
+    return LONG_DIVISORS if context_tokens > spec.orig_ctx else SHORT_DIVISORS
+
+
+def _given_scale(overrides: RopeSettings) -> float | None:
+    if overrides.scale:
+        return overrides.scale
+    return 1.0 / overrides.freq_scale if overrides.freq_scale else None
 
 
 def rope_table(
@@ -91,18 +137,14 @@ def rope_table(
 ) -> RopeTable:
     """Angles and magnitude.
 
-    divisors  [n_rot / 2] from the tensor ``rope_freqs.weight``: each pair's angle is divided by its own
+    divisors  [n_rot / 2]: each pair's angle is divided by its own
     Raises SettingsError if the overrides leave no usable angles.
     """
     base = overrides.freq_base or spec.freq_base
     if base <= 1.0:
         raise SettingsError(f"--rope-freq-base {base:g}: give a number above 1")
     scaling = overrides.scaling or spec.scaling
-    scale = spec.scale
-    if overrides.scale:
-        scale = overrides.scale
-    elif overrides.freq_scale:
-        scale = 1.0 / overrides.freq_scale
+    scale = _given_scale(overrides) or spec.scale
     if scaling == "none":
         scale = 1.0
 
@@ -112,16 +154,17 @@ def rope_table(
     plain[list(spec.still_pairs)] = 0.0
 
     # How far YaRN replaces the plain division; a value without --rope-scaling yarn switches it on, as in llama.cpp.
-    mix = _unless_negative(overrides.yarn_ext_factor, 1.0 if scaling == "yarn" else 0.0)
-    magnitude = spec.attn_factor * _unless_negative(overrides.yarn_attn_factor, 1.0)
+    mix = _unless_negative(overrides.yarn_ext_factor, spec.yarn_ext_factor if scaling == "yarn" else 0.0)
+    own = spec.yarn_attn_factor if scaling == "yarn" else 1.0
+    magnitude = spec.attn_factor * _unless_negative(overrides.yarn_attn_factor, own)
     if mix == 0.0:
         return RopeTable(plain / scale, spec.interleaved, magnitude)
     kept = mix * _kept_share(
         spec.n_rot,
         base,
         overrides.yarn_orig_ctx or spec.orig_ctx,
-        _unless_negative(overrides.yarn_beta_fast, _BETA_FAST),
-        _unless_negative(overrides.yarn_beta_slow, _BETA_SLOW),
+        _unless_negative(overrides.yarn_beta_fast, spec.yarn_beta_fast),
+        _unless_negative(overrides.yarn_beta_slow, spec.yarn_beta_slow),
     )
     if scale > 1.0:
         magnitude *= 1.0 + 0.1 * log(scale)

@@ -12,7 +12,7 @@ from enum import Enum
 from kvs_core.device.base import GdnShape
 from kvs_core.errors import CapabilityError, ModelFileError
 from kvs_core.formats.gguf import GgufFile
-from kvs_core.models.rope import RopeSpec
+from kvs_core.models.rope import LONG_DIVISORS, SHORT_DIVISORS, RopeSpec
 
 # Far above every published model, and low enough that no product of two of them is absurd.
 MAX_LAYERS = 1024
@@ -62,6 +62,8 @@ class ModelSpec:
     nextn            layers of the MTP block behind the trunk, at most one; described, not computed by ``forward``
     n_params         counted from the file's tensors, the MTP block included
     n_ctx_train      positions the model was trained for
+    n_ctx_most       the longest context: as trained, or as far as the rotary scaling was made for
+    n_ctx_plain      positions up to which its attention is plain, where it is not beyond; else None
     attention_scale  factor on q before the softmax
     """
 
@@ -71,6 +73,8 @@ class ModelSpec:
     n_ff: int
     n_vocab: int
     n_ctx_train: int
+    n_ctx_most: int
+    n_ctx_plain: int | None
     n_params: int
     rms_eps: float
     attention_scale: float
@@ -108,6 +112,12 @@ class TensorSpec:
     optional: bool = False
 
 
+def rope_tensors(spec: RopeSpec) -> list[TensorSpec]:
+    """The divisors of angles that ``longrope`` needs, for short and for long contexts."""
+    names = (LONG_DIVISORS, SHORT_DIVISORS) if spec.scaling == "longrope" else ()
+    return [TensorSpec(name, (spec.n_rot // 2,)) for name in names]
+
+
 @dataclass(frozen=True, slots=True)
 class CommonKeys:
     """The metadata that every arch has, checked."""
@@ -119,6 +129,7 @@ class CommonKeys:
     n_ff: int
     n_vocab: int
     n_ctx_train: int
+    n_ctx_plain: int | None
     n_params: int
     heads: int
     kv_heads: int
@@ -142,6 +153,8 @@ class CommonKeys:
             n_ff=self.n_ff,
             n_vocab=self.n_vocab,
             n_ctx_train=self.n_ctx_train,
+            n_ctx_most=max(self.n_ctx_train, rope.reach_tokens),
+            n_ctx_plain=self.n_ctx_plain,
             n_params=self.n_params,
             rms_eps=self.rms_eps,
             attention_scale=attention_scale,
@@ -177,6 +190,7 @@ def read_common(file: GgufFile, arch: str) -> CommonKeys:
         n_ff=file.get_u32(f"{arch}.feed_forward_length", least=1, most=MAX_WIDTH),
         n_vocab=_read_vocab(file, arch),
         n_ctx_train=file.get_u32(f"{arch}.context_length", least=1, most=MAX_CONTEXT),
+        n_ctx_plain=_read_plain(file, arch),
         n_params=sum(info.n_elements for info in file.tensors.values()),
         heads=heads,
         kv_heads=kv_heads,
@@ -192,6 +206,22 @@ def _read_vocab(file: GgufFile, arch: str) -> int:
     if tokens:
         return len(tokens)
     return file.get_u32(f"{arch}.vocab_size", least=1, most=1 << 24)
+
+
+def _read_plain(file: GgufFile, arch: str) -> int | None:
+    """Positions before dual chunk attention (An et al., 2024; Qwen2.5-1M) departs from plain attention: its chunk size.
+
+    Up to there every distance is the true one. No key for it is settled; one is told by the words of the models' own
+    configuration.
+    """
+    told = [key for key in file.metadata if key.startswith(f"{arch}.") and "dual_chunk" in key]
+    sizes = [file.get_u32(key, least=1) for key in told if key.endswith("chunk_size")]
+    if told and not sizes:
+        raise CapabilityError(
+            f"{file.path}: {told[0]} speaks of dual chunk attention, and no key of the size of its chunks, up to which "
+            "it is plain attention; kvs has code for no other"
+        )
+    return min(sizes, default=None)
 
 
 def _read_head_dim(file: GgufFile, key: str, n_embd: int, heads: int) -> int:

@@ -27,7 +27,8 @@ from kvs_core.formats.gguf_writer import data_bytes
 from kvs_core.formats.quants import row_bytes
 from kvs_core.formats.synthetic_blocks import DrawnBytes
 from kvs_core.formats.synthetic_vocab import synthetic_vocab
-from kvs_core.models import qwen35
+from kvs_core.models import qwen2, qwen3, qwen35
+from kvs_core.models.registry import ARCHS
 from kvs_core.models.spec import TensorSpec
 from kvs_core.models.weights import is_matrix
 from kvs_core.settings.rooms import SYNTHETIC_PREFIX
@@ -38,31 +39,59 @@ _MTP = "mtp"
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """Sizes of a ``qwen35`` model; names as in its metadata. The output head is not tied to the embedding."""
+class Hybrid:
+    """What a ``qwen35`` model has besides: names as in its metadata."""
 
+    rotated: int
+    sections: tuple[int, int, int, int]
+    ssm_state: int
+    ssm_k_heads: int
+    ssm_v_heads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of a model; names as in its metadata. The output head is not tied to the embedding.
+
+    pre     the rule by which its tokenizer cuts text
+    hybrid  for the arch ``qwen35``
+    """
+
+    arch: str
+    pre: str
     blocks: int
     embd: int
     ffn: int
     heads: int
     kv_heads: int
     head_dim: int
-    rotated: int
-    sections: tuple[int, int, int, int]
-    ssm_state: int
-    ssm_k_heads: int
-    ssm_v_heads: int
     vocab: int
     context: int
-    rope_base: float = 1e7
+    rope_base: float
+    rms_eps: float = 1e-6
+    hybrid: Hybrid | None = None
+
+
+def _qwen35(
+    blocks: int, embd: int, ffn: int, heads: int, kv_heads: int, head_dim: int, hybrid: Hybrid, vocab: int, context: int
+) -> Shape:
+    return Shape(
+        qwen35.ARCH, "qwen35", blocks, embd, ffn, heads, kv_heads, head_dim, vocab, context, 1e7, hybrid=hybrid
+    )
 
 
 SHAPES: Mapping[str, Shape] = MappingProxyType({
     # Qwen3.5-27B; Qwen3.6-27B and Qwen3.8-27B are alike.
-    "qwen3.5-27b": Shape(64, 5120, 17408, 24, 4, 256, 64, (11, 11, 10, 0), 128, 16, 48, 248320, 262144),
+    "qwen3.5-27b": _qwen35(
+        64, 5120, 17408, 24, 4, 256, Hybrid(64, (11, 11, 10, 0), 128, 16, 48), vocab=248320, context=262144
+    ),
+    # config.json of Qwen/Qwen2.5-14B: 48 layers, 40 heads of 128 over 8 of K and V.
+    "qwen2.5-14b": Shape(qwen2.ARCH, "qwen2", 48, 5120, 13824, 40, 8, 128, 152064, 131072, 1e6, rms_eps=1e-5),
+    # config.json of Qwen/Qwen3-8B: 36 layers, 32 heads of 128 over 8 of K and V.
+    "qwen3-8b": Shape(qwen3.ARCH, "qwen2", 36, 4096, 12288, 32, 8, 128, 151936, 40960, 1e6),
     # No published model: quick to make and to run.
-    "small": Shape(12, 1024, 3584, 8, 2, 256, 64, (11, 11, 10, 0), 128, 4, 12, 32768, 262144),
-    "tiny": Shape(8, 256, 512, 4, 2, 64, 16, (3, 3, 2, 0), 64, 2, 4, 512, 32768),
+    "small": _qwen35(12, 1024, 3584, 8, 2, 256, Hybrid(64, (11, 11, 10, 0), 128, 4, 12), vocab=32768, context=262144),
+    "tiny": _qwen35(8, 256, 512, 4, 2, 64, Hybrid(16, (3, 3, 2, 0), 64, 2, 4), vocab=512, context=32768),
 })
 
 
@@ -102,10 +131,13 @@ _EMBEDDING_STD = 1.0
 def synthetic_model(name: str) -> GgufFile:
     """The model of that name, as a file that nobody has written. Its ``file_bytes`` are those of its tensors.
 
+    Shapes of published models have the sizes in their model cards' ``config.json``, with the context that it gives.
     Raises SettingsError, with the names there are.
     """
     parts = name.split(":")
     mtp = len(parts) == 3 and parts[2] == _MTP
+    if mtp and parts[0] in SHAPES and SHAPES[parts[0]].hybrid is None:
+        raise SettingsError(f"{name!r:.80} is no synthetic model: {parts[0]} has no MTP block; leave :{_MTP} out")
     if len(parts) - mtp != 2 or parts[0] not in SHAPES or parts[1] not in MIXES:
         raise SettingsError(
             f"{name!r:.80} is no synthetic model: give SHAPE:MIX or SHAPE:MIX:{_MTP}, with a shape of "
@@ -114,8 +146,9 @@ def synthetic_model(name: str) -> GgufFile:
     shape, mix = SHAPES[parts[0]], MIXES[parts[1]]
     path = Path(f"{SYNTHETIC_PREFIX}{name}")
     metadata = MappingProxyType(_metadata(f"synthetic {' '.join(parts)}", shape, mtp))
-    bare = qwen35.read_spec(GgufFile(path, 3, 0, metadata, {}))
-    table = [*qwen35.trunk_tensors(bare), *qwen35.nextn_tensors(bare)]
+    arch = ARCHS[shape.arch]
+    bare = arch.read_spec(GgufFile(path, 3, 0, metadata, {}))
+    table = [*arch.trunk_tensors(bare), *arch.nextn_tensors(bare)]
     tensors = {spec.name: _tensor(spec, mix, shape) for spec in table if not _shared(spec.name)}
     return GgufFile(path, 3, data_bytes(tensors.values()), metadata, MappingProxyType(tensors))
 
@@ -130,27 +163,30 @@ def _metadata(title: str, shape: Shape, mtp: bool) -> dict[str, MetaValue]:
         "attention.head_count_kv": shape.kv_heads,
         "attention.key_length": shape.head_dim,
         "attention.value_length": shape.head_dim,
-        "attention.layer_norm_rms_epsilon": float(np.float32(1e-6)),   # as a file gives it back
-        "rope.dimension_count": shape.rotated,
-        "rope.dimension_sections": np.array(shape.sections, np.int32),
+        "attention.layer_norm_rms_epsilon": float(np.float32(shape.rms_eps)),   # as a file gives it back
         "rope.freq_base": shape.rope_base,
-        "ssm.conv_kernel": 4,
-        "ssm.state_size": shape.ssm_state,
-        "ssm.group_count": shape.ssm_k_heads,
-        "ssm.time_step_rank": shape.ssm_v_heads,
-        "ssm.inner_size": shape.ssm_v_heads * shape.ssm_state,
-        "full_attention_interval": 4,
     }
+    if shape.hybrid is not None:
+        sizes |= {
+            "rope.dimension_count": shape.hybrid.rotated,
+            "rope.dimension_sections": np.array(shape.hybrid.sections, np.int32),
+            "ssm.conv_kernel": 4,
+            "ssm.state_size": shape.hybrid.ssm_state,
+            "ssm.group_count": shape.hybrid.ssm_k_heads,
+            "ssm.time_step_rank": shape.hybrid.ssm_v_heads,
+            "ssm.inner_size": shape.hybrid.ssm_v_heads * shape.hybrid.ssm_state,
+            "full_attention_interval": 4,
+        }
     if mtp:
         sizes["nextn_predict_layers"] = 1
     return {
-        "general.architecture": qwen35.ARCH,
+        "general.architecture": shape.arch,
         "general.type": "model",
         "general.name": title,
         "general.quantization_version": GGML_QUANT_VERSION,
         SYNTHETIC_KEY: True,
-        **{f"{qwen35.ARCH}.{key}": value for key, value in sizes.items()},
-        **synthetic_vocab(shape.vocab),
+        **{f"{shape.arch}.{key}": value for key, value in sizes.items()},
+        **synthetic_vocab(shape.vocab, shape.pre),
     }
 
 
@@ -207,6 +243,8 @@ def _small(spec: TensorSpec) -> npt.NDArray[np.float64]:
         taps = rng.normal(0.0, 0.3, shape)
         taps[:, -1] += 0.8   # the last tap meets the current token
         return taps
+    if kind == "bias" and ".attn_" in spec.name:
+        return rng.normal(0.0, 0.2, shape)
     if kind in ("bias", "ssm_a"):
         # log(decay) is softplus(alpha + dt) * a: dt and the decay are drawn, a is what is left.
         rng = np.random.default_rng(_seed(f"{spec.name.split('.')[1]} decay"))

@@ -105,8 +105,8 @@ class Loader:
         """A rotary embedding for ``attention``."""
         return self._device.load_rope(table)
 
-    def attention(self, spec: ModelSpec, layer: LayerSpec, rope: Any, *, head_norms: bool) -> Attention:
-        """The attention part of a layer; ``head_norms``: q and k have an RMSNorm per head."""
+    def attention(self, spec: ModelSpec, layer: LayerSpec, rope: Any) -> Attention:
+        """The attention part of a layer, with the norms of q and k per head where the arch has them."""
         block = f"blk.{layer.index}"
         return Attention(
             layer=layer,
@@ -122,8 +122,8 @@ class Loader:
                 scale=spec.attention_scale,
                 rope=rope,
                 eps=spec.rms_eps,
-                q_norm=self.vector(f"{block}.attn_q_norm.weight") if head_norms else None,
-                k_norm=self.vector(f"{block}.attn_k_norm.weight") if head_norms else None,
+                q_norm=self._vector_if(f"{block}.attn_q_norm.weight"),
+                k_norm=self._vector_if(f"{block}.attn_k_norm.weight"),
             ),
         )
 
@@ -134,6 +134,9 @@ class Loader:
             gate_up=self.matrix(f"{block}.ffn_gate", f"{block}.ffn_up"),
             down=self.matrix(f"{block}.ffn_down"),
         )
+
+    def _vector_if(self, name: str) -> Buffer | None:
+        return self.vector(name) if self.has(name) else None
 
     def _info(self, name: str) -> TensorInfo:
         return self._file.tensors[name]

@@ -14,8 +14,8 @@ _rope = partial(Setting, group=Group.ROPE, relevance="accept")
 
 SETTINGS = (
     _context("ctx_size", ("-c", "--ctx-size"), integer(0, _TOKENS),
-        "Context length, rounded up to a multiple of 256 and held to the length the model was trained for. 0: that "
-        "length. It costs memory only as it fills.",
+        "Context length, rounded up to a multiple of 256 and held to the length the model was trained for, or that "
+        "its scaled positions reach. 0: the length it was trained for. It costs memory only as it fills.",
         default=0, unit="tokens", env="LLAMA_ARG_CTX_SIZE"),
     _context("n_predict", ("-n", "--predict", "--n-predict"), integer(-1, _TOKENS),
         "Most tokens to generate; 0: none, the prompt is only read (llama-server makes one); -1: until the model ends "
@@ -45,7 +45,8 @@ SETTINGS = (
         "this group.",
         env="LLAMA_ARG_ROPE_SCALING_TYPE"),
     _rope("rope_scale", ("--rope-scale",), number_above(0),
-        "Context expansion factor: the inverse of --rope-freq-scale.",
+        "Context expansion factor: the inverse of --rope-freq-scale. --ctx-size may then be that many times the "
+        "original context.",
         env="LLAMA_ARG_ROPE_SCALE"),
     _rope("rope_freq_base", ("--rope-freq-base",), number(0, sample="10000"),
         "Base frequency; 0: the model's.",

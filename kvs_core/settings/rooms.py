@@ -81,8 +81,8 @@ class ModelSettings:
 class ContextPlan:
     """Sizes that hold once the model's training length is known, in tokens.
 
-    capped   the flag asked for more than the model was trained for
-    longest  the context is all that the model was trained for
+    capped   the flag asked for more than the model can have
+    longest  the context is all that the model can have
     """
 
     context_tokens: int
@@ -114,15 +114,18 @@ class ContextSettings:
             if value < least:
                 raise SettingsError(f"{name} is {value}; give at least {least}")
 
-    def plan(self, train_tokens: int) -> ContextPlan:
-        """llama-server's rules: the context is rounded up to 256 tokens and then held to the training length; the batch
-        is at most the context as asked for (before rounding), the ubatch at most the batch."""
+    def plan(self, train_tokens: int, most_tokens: int) -> ContextPlan:
+        """llama-server's rules: the context is rounded up to 256 tokens and then held to the longest that the model can
+        have; the batch is at most the context as asked for (before rounding), the ubatch at most the batch.
+
+        train_tokens  the training length; most_tokens: it, or more where positions are scaled for more
+        """
         asked_tokens = self.ctx_size or train_tokens
-        context_tokens = min(align_up(asked_tokens, CONTEXT_STEP_TOKENS), train_tokens)
+        context_tokens = min(align_up(asked_tokens, CONTEXT_STEP_TOKENS), most_tokens)
         batch_tokens = min(self.batch, asked_tokens, context_tokens)
         return ContextPlan(
             context_tokens, batch_tokens, min(self.ubatch, batch_tokens),
-            capped=asked_tokens > train_tokens, longest=context_tokens == train_tokens,
+            capped=asked_tokens > most_tokens, longest=context_tokens == most_tokens,
         )
 
 
@@ -243,6 +246,9 @@ class RopeSettings:
                 f"--rope-scale {self.scale:g} and --rope-freq-scale {self.freq_scale:g}: one is the inverse of the "
                 "other; give one of them"
             )
+
+
+AS_IN_FILE = RopeSettings()
 
 
 @dataclass(frozen=True, slots=True)

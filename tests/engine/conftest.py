@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.tiny_gguf import write_tiny_llama, write_tiny_qwen35
+from tests.support.tiny_gguf import write_tiny_llama, write_tiny_qwen2, write_tiny_qwen3, write_tiny_qwen35
 
 
 @pytest.fixture(scope="session")
@@ -24,6 +24,18 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tiny") / "llama.gguf"
     write_tiny_llama(path, seed=2)
     return path
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tiny_qwen35: Path, tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """By arch, every one that there is in ``models.registry``."""
+    folder = tmp_path_factory.mktemp("tiny")
+    return {
+        "qwen35": tiny_qwen35,
+        "llama": tiny_llama,
+        "qwen2": write_tiny_qwen2(folder / "qwen2.gguf", seed=2),
+        "qwen3": write_tiny_qwen3(folder / "qwen3.gguf", seed=2),
+    }
 
 
 @pytest.fixture(scope="session")

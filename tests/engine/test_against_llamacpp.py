@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from kvs_cli.app import main
+from kvs_core.models.registry import ARCHS
 from tests.engine.compare import Distance, ours, theirs
-from tests.engine.tiny import text
+from tests.engine.tiny import engine, kv_settings, run, text
 from tests.support import llamacpp
 from tests.support.compare import log_probs
 
@@ -54,21 +55,33 @@ def document(smollm2_path: Path) -> list[int]:
     return tokens[:512]
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen35"])
-def test_tiny_models(tiny_llama: Path, tiny_qwen35: Path, arch: str) -> None:
+@pytest.mark.parametrize("arch", sorted(ARCHS))
+def test_tiny_models(tiny_models: dict[str, Path], arch: str) -> None:
     """Per-position log-probabilities over 512 tokens, prefill and then single steps."""
-    path = tiny_llama if arch == "llama" else tiny_qwen35
+    path = tiny_models[arch]
     with llamacpp.Model(path) as model:
         tokens = text(model.n_vocab, 512)
     distance = Distance.between(ours(path, tokens, decode_from=400), theirs(path, tokens))
     assert distance.largest < SAME_MATHS
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen35"])
+@pytest.mark.parametrize("arch", sorted(ARCHS))
+def test_tiny_models_with_streamed_pages(tiny_models: dict[str, Path], arch: str) -> None:
+    """The same from the smallest pool of pages of 32 tokens, most of which stream in every step."""
+    path = tiny_models[arch]
+    with engine(path, kv=kv_settings("f32", "f32"), pool=0.0, fixed=True) as built:
+        tokens = text(built.spec.n_vocab, 500)
+        got = run(built, tokens[:450], tokens[450:])
+        stats = built.report().stats
+    assert stats.streamed_pages_per_step > stats.pool_pages
+    assert Distance.between(got, theirs(path, tokens)).largest < SAME_MATHS
+
+
+@pytest.mark.parametrize("arch", sorted(ARCHS))
 @pytest.mark.parametrize("round_q", [True, False])
-def test_tiny_models_with_quantised_kv(tiny_llama: Path, tiny_qwen35: Path, arch: str, round_q: bool) -> None:
+def test_tiny_models_with_quantised_kv(tiny_models: dict[str, Path], arch: str, round_q: bool) -> None:
     """The same rotation and the same blocks as llama.cpp: K q8_0, V q4_0."""
-    path = tiny_llama if arch == "llama" else tiny_qwen35
+    path = tiny_models[arch]
     with llamacpp.Model(path) as model:
         tokens = text(model.n_vocab, 512)
     got = ours(path, tokens, type_k="q8_0", type_v="q4_0", round_q=round_q, decode_from=480)

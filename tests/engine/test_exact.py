@@ -15,7 +15,7 @@ from kvs_core.device.host.device import HostDebug
 from kvs_core.engine.engine import Engine
 from kvs_core.formats.gguf import GgufFile
 from kvs_core.memory.phases import Phase
-from kvs_core.models.registry import read_spec
+from kvs_core.models.registry import ARCHS, read_spec
 from kvs_core.paging.geometry import GROUP_PAGES
 from kvs_core.paging.slabs import slab_of
 from kvs_core.settings.rooms import LayerWindow
@@ -39,10 +39,10 @@ class Reference(dict[tuple[str, int], bytes]):
 
 
 @pytest.fixture(scope="module")
-def resident(tiny_qwen35: Path, tiny_llama: Path) -> Reference:
+def resident(tiny_models: dict[str, Path]) -> Reference:
     """The logits of runs that hold every page."""
     logits = Reference()
-    for name, path in (("qwen35", tiny_qwen35), ("llama", tiny_llama)):
+    for name, path in tiny_models.items():
         for ubatch in (48, 64):
             with engine(path, kv=kv_settings(residency_mode="resident"), ubatch=ubatch) as built:
                 vocab = built.spec.n_vocab
@@ -51,9 +51,9 @@ def resident(tiny_qwen35: Path, tiny_llama: Path) -> Reference:
     return logits
 
 
-@settings(max_examples=25)
+@settings(max_examples=40)
 @given(
-    model=st.sampled_from(["qwen35", "llama"]),
+    model=st.sampled_from(sorted(ARCHS)),
     ubatch=st.sampled_from([48, 64]),
     pool=st.floats(0.0, 0.25),
     fixed=st.booleans(),
@@ -62,13 +62,14 @@ def resident(tiny_qwen35: Path, tiny_llama: Path) -> Reference:
     seed=st.integers(0, 1000),
 )
 def test_bits_do_not_depend_on_residency(
-    tiny_qwen35: Path, tiny_llama: Path, resident: Reference,
+    tiny_models: dict[str, Path], resident: Reference,
     model: str, ubatch: int, pool: float, fixed: bool, ring: int, run_pages: int, seed: int,
 ) -> None:
     """Logits are those of a fully resident run, bit for bit, for any arena, ring, run length and copy timing."""
-    path = tiny_qwen35 if model == "qwen35" else tiny_llama
     kv = kv_settings(ring_slots=ring, run_pages=run_pages)
-    with engine(path, kv=kv, pool=pool, fixed=fixed, ubatch=ubatch, debug=hostile(seed), lower=True) as built:
+    with engine(
+        tiny_models[model], kv=kv, pool=pool, fixed=fixed, ubatch=ubatch, debug=hostile(seed), lower=True
+    ) as built:
         vocab = built.spec.n_vocab
         logits = run(built, text(vocab, PROMPT), text(vocab, DECODE, 1))
         assert built.report().h2d_bytes > 0
@@ -77,7 +78,7 @@ def test_bits_do_not_depend_on_residency(
 
 @settings(max_examples=25)
 @given(
-    model=st.sampled_from(["qwen35", "llama"]),
+    model=st.sampled_from(sorted(ARCHS)),
     ubatch=st.sampled_from([48, 64]),
     windows=st.lists(st.sampled_from([None, 0, 1, 33, 100, 250, 500]), min_size=4, max_size=4),
     tiles=st.sampled_from([None, 2, 3, 4]),
@@ -87,12 +88,12 @@ def test_bits_do_not_depend_on_residency(
     seed=st.integers(0, 1000),
 )
 def test_bits_do_not_depend_on_windows(
-    tiny_qwen35: Path, tiny_llama: Path, resident: Reference, model: str, ubatch: int, windows: list[int | None],
+    tiny_models: dict[str, Path], resident: Reference, model: str, ubatch: int, windows: list[int | None],
     tiles: int | None, run_pages: int, pool: float, fixed: bool, seed: int,
 ) -> None:
     """In window mode too, for any windows of single layers; a layer's newest tokens are resident, what is older is
     not, and a layer whose window covers the context moves nothing."""
-    path = tiny_qwen35 if model == "qwen35" else tiny_llama
+    path = tiny_models[model]
     layers = [layer.index for layer in read_spec(GgufFile.open(path)).kv_layers]
     told = dict(zip(layers, windows, strict=False))
     kv = kv_settings(
@@ -125,10 +126,10 @@ def test_bits_do_not_depend_on_residency_for_other_types(tiny_llama: Path, type_
     assert outcome[0] == outcome[1] == outcome[2]
 
 
-def test_bits_do_not_depend_on_residency_over_slabs(tiny_qwen35: Path, tiny_llama: Path) -> None:
+def test_bits_do_not_depend_on_residency_over_slabs(tiny_models: dict[str, Path]) -> None:
     """The same for a context whose streamed pages come from two slabs of the history."""
     prompt, tokens = text(256, 700), text(256, 12, 1)
-    for path in (tiny_qwen35, tiny_llama):
+    for path in tiny_models.values():
         outcome = []
         for pool in (None, 0.0):
             with engine(path, kv=kv_settings(), pool=pool, fixed=True, context=768, debug=hostile(3)) as built:
@@ -151,21 +152,20 @@ def logits_of_rows(built: Engine, prompt: list[int], rows: list[list[int]]) -> n
     return np.concatenate(logits)
 
 
-@settings(max_examples=20)
+@settings(max_examples=30)
 @given(
-    model=st.sampled_from(["qwen35", "llama"]),
+    model=st.sampled_from(sorted(ARCHS)),
     prompt=st.integers(1, 64),
     widths=st.lists(st.integers(1, 8), min_size=1, max_size=6),
     pool=st.sampled_from([None, 0.0]),
 )
 def test_rows_do_not_depend_on_their_number(
-    tiny_qwen35: Path, tiny_llama: Path, model: str, prompt: int, widths: list[int], pool: float | None
+    tiny_models: dict[str, Path], model: str, prompt: int, widths: list[int], pool: float | None
 ) -> None:
     """n rows in one step have the logits of n steps of one row, bit for bit."""
-    path = tiny_qwen35 if model == "qwen35" else tiny_llama
     outcome = []
     for wide in (True, False):
-        with engine(path, kv=kv_settings(), pool=pool) as built:
+        with engine(tiny_models[model], kv=kv_settings(), pool=pool) as built:
             tokens = text(built.spec.n_vocab, sum(widths), 2)
             cuts = np.cumsum([0, *widths]) if wide else np.arange(len(tokens) + 1)
             rows = [tokens[a:b] for a, b in pairwise(cuts)]
@@ -173,20 +173,19 @@ def test_rows_do_not_depend_on_their_number(
     assert outcome[0].tobytes() == outcome[1].tobytes()
 
 
-@settings(max_examples=20)
+@settings(max_examples=30)
 @given(
-    model=st.sampled_from(["qwen35", "llama"]),
+    model=st.sampled_from(sorted(ARCHS)),
     steps=st.lists(st.tuples(st.integers(1, 8), st.integers(0, 8)), min_size=1, max_size=12),
     pool=st.sampled_from([None, 0.0]),
 )
 def test_dropped_rows_leave_no_trace(
-    tiny_qwen35: Path, tiny_llama: Path, model: str, steps: list[tuple[int, int]], pool: float | None
+    tiny_models: dict[str, Path], model: str, steps: list[tuple[int, int]], pool: float | None
 ) -> None:
     """After steps of which only the first rows were kept, logits are those of a run of the kept rows alone."""
-    path = tiny_qwen35 if model == "qwen35" else tiny_llama
     outcome = []
     for with_drops in (True, False):
-        with engine(path, kv=kv_settings(), pool=pool, debug=hostile(5)) as built:
+        with engine(tiny_models[model], kv=kv_settings(), pool=pool, debug=hostile(5)) as built:
             vocab = built.spec.n_vocab
             with built.step(text(vocab, 60), Phase.PREFILL) as step:
                 step.settle()

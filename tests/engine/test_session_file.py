@@ -173,10 +173,11 @@ def test_a_model_is_known_by_weights_and_positions(tmp_path: Path) -> None:
         GgufFile.open(write_tiny_qwen35(tmp_path / f"{number}.gguf", seed=seed))
         for number, seed in enumerate((1, 1, 2))
     )
-    key = model_key(first, RopeSettings())
-    assert model_key(same, RopeSettings()) == key
-    assert model_key(other, RopeSettings()) != key
-    assert model_key(first, RopeSettings(freq_base=5000.0)) != key
+    key = model_key(first, RopeSettings(), None)
+    assert model_key(same, RopeSettings(), None) == key
+    assert model_key(other, RopeSettings(), None) != key
+    assert model_key(first, RopeSettings(freq_base=5000.0), None) != key
+    assert model_key(first, RopeSettings(), "rope_factors_long.weight") != key
 
 
 def test_a_history_without_room_leaves_the_session_empty(

@@ -20,7 +20,7 @@ from kvs_core.models.recurrent import RecurrentState
 from kvs_core.models.registry import load_model
 from tests.models.dense_kv import DenseKv, DenseLayer
 from tests.reference import forward as oracle
-from tests.support.tiny_gguf import write_tiny_llama, write_tiny_qwen35
+from tests.support.tiny_gguf import write_tiny_llama, write_tiny_qwen2, write_tiny_qwen3, write_tiny_qwen35
 
 UBATCH = 16
 ARENA_BYTES = 1 << 20
@@ -29,7 +29,13 @@ ARENA_BYTES = 1 << 20
 TOLERANCE = 1e-4
 
 
-@pytest.fixture(scope="module", params=["qwen35", "qwen35 untied, no MTP", "llama", "llama untied, divisors", "q8_0"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        "qwen35", "qwen35 untied, no MTP", "llama", "llama untied, divisors", "qwen2", "qwen2 untied, q8_0", "qwen3",
+        "qwen3 untied, q8_0", "q8_0",
+    ],
+)
 def model_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model") / "tiny.gguf"
     match request.param:
@@ -42,6 +48,14 @@ def model_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
             return write_tiny_llama(path, seed=2)
         case "llama untied, divisors":
             return write_tiny_llama(path, seed=4, tied=False, rope_freqs=True, head_dim=32, kv_heads=1)
+        case "qwen2":
+            return write_tiny_qwen2(path, seed=6)
+        case "qwen2 untied, q8_0":
+            return write_tiny_qwen2(path, seed=7, tied=False, heads=4, kv_heads=2, weight_type="q8_0")
+        case "qwen3":
+            return write_tiny_qwen3(path, seed=8)
+        case "qwen3 untied, q8_0":
+            return write_tiny_qwen3(path, seed=9, tied=False, heads=3, kv_heads=1, head_dim=96, weight_type="q8_0")
         case _:
             return write_tiny_qwen35(path, seed=5, head_dim=96, weight_type="q8_0")
 
@@ -57,7 +71,7 @@ def device(model_path: Path) -> Iterator[HostDevice]:
 
 @pytest.fixture(scope="module")
 def model(model_path: Path, device: HostDevice) -> Model:
-    return load_model(GgufFile.open(model_path), device)
+    return load_model(GgufFile.open(model_path), device, context_tokens=2048)
 
 
 class Run:

@@ -18,7 +18,8 @@ from kvs_core.formats.gguf import GgufFile, TensorInfo
 from kvs_core.models import qwen35
 from kvs_core.models.registry import read_spec
 from kvs_core.models.spec import LayerKind
-from tests.support.tiny_gguf import write_tiny_llama, write_tiny_qwen35
+from kvs_core.settings import RopeSettings
+from tests.support.tiny_gguf import write_tiny_llama, write_tiny_qwen2, write_tiny_qwen3, write_tiny_qwen35
 
 QWEN_27B = {
     "general.architecture": "qwen35",
@@ -79,6 +80,16 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> GgufFile:
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> GgufFile:
     return GgufFile.open(write_tiny_llama(tmp_path_factory.mktemp("l") / "l.gguf", seed=1))
+
+
+@pytest.fixture(scope="module")
+def qwen2(tmp_path_factory: pytest.TempPathFactory) -> GgufFile:
+    return GgufFile.open(write_tiny_qwen2(tmp_path_factory.mktemp("2") / "2.gguf", seed=1))
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> GgufFile:
+    return GgufFile.open(write_tiny_qwen3(tmp_path_factory.mktemp("3") / "3.gguf", seed=1))
 
 
 def test_the_27b_has_its_published_shape() -> None:
@@ -162,7 +173,11 @@ def test_optional_tensors_may_be_there(llama: GgufFile, qwen: GgufFile) -> None:
         ({"rope__dimension_sections": np.zeros(4, np.int32)}, ModelFileError, "four parts of the 6"),
         ({"rope__freq_base": 1.0}, ModelFileError, "rotary base 1 (must exceed 1)"),
         ({"rope__scaling__factor": -2.0}, ModelFileError, "scale -2 (must lie between"),
-        ({"rope__scaling__type": "longrope"}, CapabilityError, "'longrope'; kvs has code for none, linear, yarn"),
+        ({"rope__scaling__type": "ntk"}, CapabilityError, "'ntk'; kvs has code for none, linear, yarn, longrope"),
+        ({"rope__scaling__yarn_beta_fast": 0.5}, ModelFileError, "yarn_beta_slow 1 or yarn_beta_fast 0.5 (0 < slow"),
+        ({"rope__scaling__yarn_ext_factor": -1.0}, ModelFileError, "yarn_ext_factor -1 (must not be negative)"),
+        ({"rope__scaling__yarn_attn_factor": 0.0}, ModelFileError, "yarn_attn_factor 0 (must be positive)"),
+        ({"attention__dual_chunk__local_size": 64}, CapabilityError, "no key of the size of its chunks"),
         ({"ssm__conv_kernel": 1}, ModelFileError, "conv_kernel is 1"),
         ({"ssm__conv_kernel": None}, ModelFileError, "conv_kernel"),
         ({"ssm__state_size": 10**6}, ModelFileError, "state_size is 1000000"),
@@ -207,10 +222,76 @@ def test_llama_metadata_out_of_range_is_refused(
     assert message in str(caught.value)
 
 
+def test_longrope_has_both_tensors_of_divisors(llama: GgufFile) -> None:
+    """They belong to that scaling alone."""
+    long, short = ("rope_factors_long.weight", "rope_factors_short.weight")
+    both = with_tensors(llama, **{long: {"shape": (32,)}, short: {"shape": (32,)}})
+    assert read_spec(with_keys(both, rope__scaling__type="longrope")).rope.scaling == "longrope"
+    with pytest.raises(ModelFileError, match=r"has no tensor rope_factors_short\.weight \[32\]"):
+        read_spec(with_keys(with_tensors(both, **{short: None}), rope__scaling__type="longrope"))
+    with pytest.raises(ModelFileError, match=r"rope_factors_long\.weight and 1 more has no place"):
+        read_spec(both)
+
+
+def test_a_scaling_reaches_beyond_the_training_length(llama: GgufFile) -> None:
+    """Where the file or the user says from which context on; never below the training length."""
+    assert read_spec(llama).n_ctx_most == 32768
+    yarn = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0}
+    assert read_spec(with_keys(llama, **yarn)).n_ctx_most == 32768   # its context_length may be the longer one
+    told = with_keys(llama, **yarn, rope__scaling__original_context_length=32768)
+    assert (read_spec(told).n_ctx_train, read_spec(told).n_ctx_most) == (32768, 131072)
+    assert read_spec(told, RopeSettings(scale=2.0)).n_ctx_most == 65536
+    assert read_spec(llama, RopeSettings(scaling="yarn", scale=8.0)).n_ctx_most == 262144
+    assert read_spec(llama, RopeSettings(scaling="yarn", scale=8.0, yarn_orig_ctx=1024)).n_ctx_most == 32768
+
+
 def test_attention_scale_of_the_file_counts(llama: GgufFile) -> None:
     """``attention.scale`` replaces 1 / sqrt(D); 0 means that it is not set."""
     assert read_spec(with_keys(llama, attention__scale=0.5)).attention_scale == 0.5
     assert read_spec(with_keys(llama, attention__scale=0.0)).attention_scale == 0.125
+
+
+def test_qwen2_and_qwen3_read_their_heads(qwen2: GgufFile, qwen3: GgufFile) -> None:
+    """Heads of E / H values where no key says otherwise, or of ``key_length``, that turn in halves."""
+    two, three = read_spec(qwen2), read_spec(qwen3)
+    assert (two.n_layer, two.layers[2].heads, two.layers[2].kv_heads, two.layers[2].k_dim) == (3, 2, 1, 64)
+    assert (three.n_layer, three.layers[3].heads, three.layers[3].kv_heads, three.layers[3].k_dim) == (4, 4, 2, 64)
+    for spec in (two, three):
+        assert (spec.rope.n_rot, spec.rope.interleaved, spec.rope.freq_base) == (64, False, 1e6)
+        assert (spec.attention_scale, spec.n_nextn, spec.layers[1].gated) == (0.125, 0, False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"blk.1.attn_q.bias": None}, "has no tensor blk.1.attn_q.bias [128], which this qwen2 model needs"),
+        ({"blk.1.attn_v.bias": {"shape": (32,)}}, "blk.1.attn_v.bias has the shape [32]; [64] is expected"),
+        ({"blk.0.attn_output.bias": {}}, "blk.0.attn_output.bias has no place in the qwen2 model"),
+        ({"blk.0.attn_q_norm.weight": {}}, "blk.0.attn_q_norm.weight has no place in the qwen2 model"),
+        ({"rope_freqs.weight": {}}, "rope_freqs.weight has no place in the qwen2 model"),
+    ],
+)
+def test_qwen2_has_biases_on_q_k_and_v(qwen2: GgufFile, changes: dict[str, Any], message: str) -> None:
+    """They are all there, and no others."""
+    with pytest.raises(ModelFileError) as caught:
+        read_spec(with_tensors(qwen2, **changes))
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"blk.3.attn_q_norm.weight": None}, "has no tensor blk.3.attn_q_norm.weight [64], which this qwen3 model"),
+        ({"blk.3.attn_k_norm.weight": {"shape": (32,)}}, "blk.3.attn_k_norm.weight has the shape [32]; [64] is"),
+        ({"blk.0.attn_q.bias": {}}, "blk.0.attn_q.bias has no place in the qwen3 model"),
+        ({"blk.0.attn_q.weight": {"shape": (64, 64)}}, "attn_q.weight has the shape [64, 64]; [64, 256] is expected"),
+    ],
+)
+def test_qwen3_has_norms_of_q_and_k(qwen3: GgufFile, changes: dict[str, Any], message: str) -> None:
+    """They are there in every layer, biases are not, and heads may together be wider than a row."""
+    with pytest.raises(ModelFileError) as caught:
+        read_spec(with_tensors(qwen3, **changes))
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -240,7 +321,7 @@ def test_tensors_must_be_those_of_the_model(qwen: GgufFile, changes: dict[str, A
 def test_an_unknown_arch_is_refused_with_the_known_ones(llama: GgufFile) -> None:
     """The line says what the file is and what could be run."""
     file = replace(llama, metadata=MappingProxyType({**llama.metadata, "general.architecture": "gptoss"}))
-    with pytest.raises(ModelFileError, match="architecture is 'gptoss'; kvs can run llama, qwen35"):
+    with pytest.raises(ModelFileError, match="architecture is 'gptoss'; kvs can run llama, qwen2, qwen3, qwen35"):
         read_spec(file)
 
 

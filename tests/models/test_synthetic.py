@@ -18,7 +18,7 @@ from kvs_core.formats.quants import dequantize_rows
 from kvs_core.formats.tokenizer import Tokenizer
 from kvs_core.models.registry import read_spec
 from kvs_core.models.spec import LayerKind
-from kvs_core.models.synthetic import MIXES, synthetic_model
+from kvs_core.models.synthetic import MIXES, SHAPES, Shape, synthetic_model
 from kvs_core.settings import ContextSettings, KvSettings, RopeSettings
 from tests.support import llamacpp
 
@@ -89,6 +89,35 @@ def test_q4_k_m_is_that_of_llama_quantize() -> None:
     assert tensors["token_embd.weight"].quant is Quant.Q4_K
 
 
+@pytest.mark.parametrize(
+    ("name", "arch", "params", "tensors", "sizes", "heads", "context"),
+    [
+        ("qwen2.5-14b", "qwen2", 14_770_033_664, 579, (48, 5120, 13824, 152064), (40, 8, 128), 131072),
+        ("qwen3-8b", "qwen3", 8_190_735_360, 399, (36, 4096, 12288, 151936), (32, 8, 128), 40960),
+    ],
+)
+def test_dense_models_have_their_sizes(
+    name: str, arch: str, params: int, tensors: int, sizes: tuple[int, ...], heads: tuple[int, ...], context: int
+) -> None:
+    """Parameters, tensors, layers and heads are those of the published checkpoints; q4_k_m gives values more bits."""
+    spec = read_spec(file := synthetic_model(f"{name}:q4_k_m"))
+    layer = spec.layers[-1]
+    assert (spec.arch, spec.n_params, len(file.tensors)) == (arch, params, tensors)
+    assert (len(spec.kv_layers), spec.n_embd, spec.n_ff, spec.n_vocab) == sizes
+    assert (layer.heads, layer.kv_heads, layer.k_dim, spec.rope.n_rot) == (*heads, heads[-1])
+    assert (spec.n_ctx_train, spec.rope.freq_base, spec.n_nextn) == (context, 1e6, 0)
+    more = [index for index in range(spec.n_layer) if file.tensors[f"blk.{index}.attn_v.weight"].quant is Quant.Q6_K]
+    assert more[:2] == [0, 1]
+    assert more[-1] == spec.n_layer - 1
+    assert len(more) == spec.n_layer // 2
+
+
+def test_a_dense_model_has_no_mtp_block() -> None:
+    """One line that says what to leave out."""
+    with pytest.raises(SettingsError, match=r"qwen2\.5-14b has no MTP block; leave :mtp out"):
+        synthetic_model("qwen2.5-14b:q4_k:mtp")
+
+
 @pytest.mark.parametrize("name", ["", "tiny", "tiny:", "tiny:q8", "nosuch:q8_0", "tiny:q8_0:", "tiny:q8_0:mtp:x", "\n"])
 def test_a_wrong_name_lists_what_there_is(name: str) -> None:
     """One line with all shapes and mixes."""
@@ -96,7 +125,7 @@ def test_a_wrong_name_lists_what_there_is(name: str) -> None:
         synthetic_model(name)
     message = str(caught.value)
     assert "\n" not in message
-    assert "qwen3.5-27b, small, tiny" in message
+    assert ", ".join(SHAPES) in message
     assert ", ".join(MIXES) in message
 
 
@@ -130,9 +159,13 @@ def test_a_file_is_the_model(tmp_path: Path, mix: str) -> None:
         assert np.isfinite(dequantize_rows(info, 0, info.n_elements // info.shape[0])).all()
 
 
-def test_numbers_are_sane_and_llama_cpp_agrees(tmp_path: Path) -> None:
+@pytest.mark.parametrize("arch", ["qwen35", "qwen2", "qwen3"])
+def test_numbers_are_sane_and_llama_cpp_agrees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
     """Logits spread by 2, with another favourite at each position, and are those of llama.cpp on the written file."""
-    file = synthetic_model("tiny:f16")
+    small = {f"small-{dense}": Shape(dense, "qwen2", 6, 256, 512, 4, 2, 64, 512, 32768, 1e6)
+             for dense in ("qwen2", "qwen3")}
+    monkeypatch.setattr("kvs_core.models.synthetic.SHAPES", {**SHAPES, **small})
+    file = synthetic_model("tiny:f16" if arch == "qwen35" else f"small-{arch}:f16")
     tokens = Tokenizer.from_metadata(file.metadata, source="synthetic").encode(TEXT)
     logits = logits_of(file, tokens)
     assert np.isfinite(logits).all()

@@ -1,4 +1,4 @@
-"""Forward passes of ``llama`` and ``qwen35`` as plain as they can be written: the oracle that needs nothing but NumPy.
+"""Forward passes of all archs as plain as they can be written: the oracle that needs nothing but NumPy.
 
 One sequence from its start, no cache, no pages, full softmax matrices, the delta rule one token at a time, everything
 in float64. Weights come from ``gguf.GGUFReader`` and are dequantised when used. Formulas: the model's own papers
@@ -33,7 +33,7 @@ class Result:
 def forward(path: Path, tokens: Sequence[int]) -> Result:
     """Run ``tokens`` through the model at ``path``, from position 0."""
     model = GgufModel(path)
-    block = {"llama": _llama_block, "qwen35": _qwen35_block}[model.arch]
+    block = _qwen35_block if model.arch == "qwen35" else _dense_block
     x = model.rows("token_embd.weight", tokens)
     for layer in range(model.trunk_layers):
         x = block(model, layer, x)
@@ -157,15 +157,24 @@ def _feed_forward(model: GgufModel, layer: int, x: Array, norm: str) -> Array:
     return (silu(gate) * up) @ model.tensor(f"blk.{layer}.ffn_down.weight").T
 
 
-def _llama_block(model: GgufModel, layer: int, x: Array) -> Array:
+def _dense_block(model: GgufModel, layer: int, x: Array) -> Array:
+    """``llama``; ``qwen2`` with biases and ``qwen3`` with norms of q and k, both with halves that turn."""
     def project(name: str, heads: int) -> Array:
-        return (y @ model.tensor(f"blk.{layer}.{name}.weight").T).reshape(len(x), heads, model.head_dim)
+        rows = y @ model.tensor(f"blk.{layer}.{name}.weight").T
+        if model.arch == "qwen2":
+            rows = rows + model.tensor(f"blk.{layer}.{name}.bias")
+        return rows.reshape(len(x), heads, model.head_dim)
+
+    def turn(name: str, heads: int) -> Array:
+        rows = project(name, heads)
+        if model.arch == "qwen3":
+            rows = rms_norm(rows, model.tensor(f"blk.{layer}.{name}_norm.weight"), model.eps)
+        return (rotate_neighbours if model.arch == "llama" else rotate_halves)(rows, angle)
 
     y = rms_norm(x, model.tensor(f"blk.{layer}.attn_norm.weight"), model.eps)
     divisors = model.tensor("rope_freqs.weight") if model.has("rope_freqs.weight") else None
     angle = angles(len(x), model.rotated, model.base, divisors)
-    q = rotate_neighbours(project("attn_q", model.heads), angle)
-    k = rotate_neighbours(project("attn_k", model.kv_heads), angle)
+    q, k = turn("attn_q", model.heads), turn("attn_k", model.kv_heads)
     mixed = attention(q, k, project("attn_v", model.kv_heads)).reshape(len(x), -1)
     x = x + mixed @ model.tensor(f"blk.{layer}.attn_output.weight").T
     return x + _feed_forward(model, layer, x, "ffn_norm")

@@ -13,7 +13,7 @@ from tests.reference.forward import forward, forward_mtp
 from tests.support.compare import max_difference
 from tests.support.float_copy import write_float_copy
 from tests.support.llamacpp import Model
-from tests.support.tiny_gguf import write_tiny_llama, write_tiny_qwen35
+from tests.support.tiny_gguf import write_tiny_llama, write_tiny_qwen2, write_tiny_qwen3, write_tiny_qwen35
 from tests.support.tiny_vocab import TRAINING_TEXT
 
 # float64 here against float32 sums there, over up to 30 layers.
@@ -24,6 +24,10 @@ VARIANTS: list[tuple[Callable[..., Path], dict[str, Any]]] = [
     (write_tiny_llama, {}),
     (write_tiny_llama, {"tied": False, "rope_freqs": True, "pre": "llama-bpe"}),
     (write_tiny_llama, {"heads": 3, "kv_heads": 1, "head_dim": 32, "n_layer": 2}),
+    (write_tiny_qwen2, {}),
+    (write_tiny_qwen2, {"tied": False, "heads": 4, "kv_heads": 2}),
+    (write_tiny_qwen3, {}),
+    (write_tiny_qwen3, {"tied": False, "heads": 3, "kv_heads": 1, "head_dim": 48}),
     (write_tiny_qwen35, {"mtp": False}),
     (write_tiny_qwen35, {"tied": False}),
     (write_tiny_qwen35, {"head_dim": 128, "ssm_k_heads": 4, "ssm_v_heads": 8, "interval": 3, "n_layer": 6}),

@@ -17,7 +17,7 @@ from kvs_cli.commands import serve
 from kvs_cli.open_model import OpenModel, open_model
 from kvs_cli.render import Screen
 from kvs_core.errors import SettingsError
-from kvs_core.settings import ModelSettings
+from kvs_core.settings import ModelSettings, RopeSettings
 from tests.server.running import Running, running
 from tests.server.scrapes import scrape
 
@@ -114,9 +114,9 @@ def test_the_port_is_open_before_the_model_is_there(llama_path: Path, monkeypatc
     """Until then every route says 503, also to those without a key."""
     go = threading.Event()
 
-    def slowly(settings: ModelSettings, screen: Screen) -> OpenModel:
+    def slowly(settings: ModelSettings, screen: Screen, rope: RopeSettings) -> OpenModel:
         go.wait(10)
-        return open_model(settings, screen)
+        return open_model(settings, screen, rope)
 
     monkeypatch.setattr(serve, "open_model", slowly)
     with running("-m", llama_path, "-c", 256, "--api-key", "k", wait=False) as server:

@@ -12,7 +12,7 @@ import kvs_cli.server.page
 from kvs_cli.commands import serve
 from kvs_cli.open_model import OpenModel, open_model
 from kvs_cli.render import Screen
-from kvs_core.settings import ModelSettings
+from kvs_core.settings import ModelSettings, RopeSettings
 from tests.server.running import Running, running
 
 FOLDER = Path(kvs_cli.server.page.__file__).with_name("web")
@@ -104,9 +104,9 @@ def test_the_page_is_there_before_the_model(llama_path: Path, monkeypatch: pytes
     """While the model loads the page comes, and what it asks for says 503."""
     go = threading.Event()
 
-    def slowly(settings: ModelSettings, screen: Screen) -> OpenModel:
+    def slowly(settings: ModelSettings, screen: Screen, rope: RopeSettings) -> OpenModel:
         go.wait(10)
-        return open_model(settings, screen)
+        return open_model(settings, screen, rope)
 
     monkeypatch.setattr(serve, "open_model", slowly)
     with running("-m", llama_path, "-c", 256, wait=False) as server:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import CFUNCTYPE, POINTER, c_bool, c_char_p, c_float, c_int8, c_int32, c_size_t, c_uint32, c_void_p
 from pathlib import Path
 from typing import Any, Self
@@ -276,12 +276,14 @@ class Model:
         n_threads: int | None = None,
         hidden: bool = False,
         mtp: bool = False,
+        rope: Mapping[str, float] | None = None,
     ) -> Context:
         """A fresh sequence. K/V types are ggml names (``q8_0``); a quantised V needs ``flash_attn``.
 
         ``hidden`` also keeps the rows that enter the output head (qwen35). ``mtp`` makes a context of the MTP block
-        instead of the trunk, which takes those rows; the model must have been loaded with ``load_mtp``. Without
-        ``n_threads`` a tiny model gets one thread, since two would spend their time waiting for each other, others two.
+        instead of the trunk, which takes those rows; the model must have been loaded with ``load_mtp``. ``rope``:
+        fields of ``ContextParams`` about positions. Without ``n_threads`` a tiny model gets one thread, since two would
+        spend their time waiting for each other, others two.
         """
         params = _lib.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, n_batch, n_ubatch
@@ -290,6 +292,8 @@ class Model:
         params.type_v = gguf.GGMLQuantizationType[type_v.upper()].value
         params.flash_attn_type = int(flash_attn)
         params.ctx_type = CONTEXT_TYPE_MTP if mtp else 0
+        for name, value in (rope or {}).items():
+            setattr(params, name, value)
         _listen()
         pointer = _lib.llama_init_from_model(self._model, params)
         if not pointer:

@@ -2,6 +2,8 @@
 
     write_tiny_qwen35   Gated DeltaNet and gated attention, three to one, with or without an MTP block
     write_tiny_llama    plain grouped-query attention
+    write_tiny_qwen2    the same with other rotary pairs and biases
+    write_tiny_qwen3    the same with other rotary pairs and norms of q and k
 
 Weights are scaled so that a forward pass behaves like one of a trained model: logits spread over a few nats, attention
 looks both near and far, recurrent state decays by 0.6 to 0.999 a token, greedy text does not settle on one token, and
@@ -159,14 +161,67 @@ def write_tiny_llama(
         # Fast angles stay, slow ones are divided by 8, with a ramp between: the shape that Llama 3.1 files have.
         put.plain("rope_freqs.weight", np.interp(np.arange(head_dim // 2), [head_dim / 8, head_dim / 4], [1.0, 8.0]))
     for layer in range(n_layer):
+        _put_dense_block(put, f"blk.{layer}", embd, ffn, heads, kv_heads, head_dim, gain=0.1)
+    return _finish(writer, path)
+
+
+def write_tiny_qwen2(
+    path: Path,
+    *,
+    seed: int,
+    tied: bool = True,
+    weight_type: str = "f32",
+    n_layer: int = 3,
+    embd: int = 128,
+    ffn: int = 64,
+    heads: int = 2,
+    kv_heads: int = 1,
+    context_length: int = 32768,
+) -> Path:
+    """Write a ``qwen2`` model: heads of ``embd / heads`` values, which no key of the file says. Returns ``path``."""
+    writer = gguf.GGUFWriter(path, "qwen2")
+    _add_general(writer, "tiny qwen2", weight_type)
+    _add_common(writer, n_layer, embd, ffn, heads, kv_heads, None, None, context_length, eps=1e-6, base=1e6)
+    vocab = add_vocab(writer, "qwen2")
+
+    head_dim = embd // heads
+    put = _Tensors(writer, np.random.default_rng(seed), weight_type)
+    put.embeddings(vocab, embd, tied=tied)
+    for layer in range(n_layer):
         block = f"blk.{layer}"
-        put.norm(f"{block}.attn_norm.weight", embd)
-        put.matrix(f"{block}.attn_q.weight", heads * head_dim, embd, gain=1.2)
-        put.matrix(f"{block}.attn_k.weight", kv_heads * head_dim, embd, gain=1.2)
-        put.matrix(f"{block}.attn_v.weight", kv_heads * head_dim, embd)
-        put.matrix(f"{block}.attn_output.weight", embd, heads * head_dim, gain=0.1)
-        put.norm(f"{block}.ffn_norm.weight", embd)
-        put.feed_forward(block, embd, ffn)
+        _put_dense_block(put, block, embd, ffn, heads, kv_heads, head_dim, gain=0.1)
+        for name, size in {"q": heads * head_dim, "k": kv_heads * head_dim, "v": kv_heads * head_dim}.items():
+            put.plain(f"{block}.attn_{name}.bias", put.rng.normal(0.0, 0.2, size))
+    return _finish(writer, path)
+
+
+def write_tiny_qwen3(
+    path: Path,
+    *,
+    seed: int,
+    tied: bool = True,
+    weight_type: str = "f32",
+    n_layer: int = 4,
+    embd: int = 64,
+    ffn: int = 128,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 64,
+    context_length: int = 32768,
+) -> Path:
+    """Write a ``qwen3`` model: its heads together are wider than its rows. Returns ``path``."""
+    writer = gguf.GGUFWriter(path, "qwen3")
+    _add_general(writer, "tiny qwen3", weight_type)
+    _add_common(writer, n_layer, embd, ffn, heads, kv_heads, head_dim, None, context_length, eps=1e-6, base=1e6)
+    vocab = add_vocab(writer, "qwen2")
+
+    put = _Tensors(writer, np.random.default_rng(seed), weight_type)
+    put.embeddings(vocab, embd, tied=tied)
+    for layer in range(n_layer):
+        block = f"blk.{layer}"
+        _put_dense_block(put, block, embd, ffn, heads, kv_heads, head_dim, gain=0.2)
+        put.norm(f"{block}.attn_q_norm.weight", head_dim)
+        put.norm(f"{block}.attn_k_norm.weight", head_dim)
     return _finish(writer, path)
 
 
@@ -183,8 +238,8 @@ def _add_common(
     ffn: int,
     heads: int,
     kv_heads: int,
-    head_dim: int,
-    rotated: int,
+    head_dim: int | None,
+    rotated: int | None,
     context_length: int,
     *,
     eps: float,
@@ -196,18 +251,33 @@ def _add_common(
     writer.add_feed_forward_length(ffn)
     writer.add_head_count(heads)
     writer.add_head_count_kv(kv_heads)
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
+    if head_dim is not None:
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
     writer.add_layer_norm_rms_eps(eps)
-    writer.add_rope_dimension_count(rotated)
+    if rotated is not None:
+        writer.add_rope_dimension_count(rotated)
     writer.add_rope_freq_base(base)
+
+
+def _put_dense_block(
+    put: _Tensors, block: str, embd: int, ffn: int, heads: int, kv_heads: int, head_dim: int, *, gain: float
+) -> None:
+    """``gain``: of what attention adds."""
+    put.norm(f"{block}.attn_norm.weight", embd)
+    put.matrix(f"{block}.attn_q.weight", heads * head_dim, embd, gain=1.2)
+    put.matrix(f"{block}.attn_k.weight", kv_heads * head_dim, embd, gain=1.2)
+    put.matrix(f"{block}.attn_v.weight", kv_heads * head_dim, embd)
+    put.matrix(f"{block}.attn_output.weight", embd, heads * head_dim, gain=gain)
+    put.norm(f"{block}.ffn_norm.weight", embd)
+    put.feed_forward(block, embd, ffn)
 
 
 def _put_gated_attention(put: _Tensors, block: str, embd: int, heads: int, kv_heads: int, head_dim: int) -> None:
     put.matrix(f"{block}.attn_q.weight", heads * head_dim * 2, embd)
     put.matrix(f"{block}.attn_k.weight", kv_heads * head_dim, embd)
     put.matrix(f"{block}.attn_v.weight", kv_heads * head_dim, embd)
-    put.matrix(f"{block}.attn_output.weight", embd, heads * head_dim, gain=0.3)
+    put.matrix(f"{block}.attn_output.weight", embd, heads * head_dim, gain=0.2)
     put.norm(f"{block}.attn_q_norm.weight", head_dim)
     put.norm(f"{block}.attn_k_norm.weight", head_dim)
 

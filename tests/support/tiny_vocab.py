@@ -72,6 +72,7 @@ _CHATML_STYLE = Style(
     CHATML,
 )
 STYLES = {
+    "qwen2": _CHATML_STYLE,
     "qwen35": _CHATML_STYLE,
     "smollm": _CHATML_STYLE,
     "llama-bpe": Style(

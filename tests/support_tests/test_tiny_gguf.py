@@ -13,21 +13,33 @@ from hypothesis import strategies as st
 from tests.reference.forward import GgufModel
 from tests.support.compare import log_probs
 from tests.support.llamacpp import LlamaCppError, Model
-from tests.support.tiny_gguf import LOGIT_STD, WEIGHT_TYPES, write_tiny_llama, write_tiny_qwen35
+from tests.support.tiny_gguf import (
+    LOGIT_STD,
+    WEIGHT_TYPES,
+    write_tiny_llama,
+    write_tiny_qwen2,
+    write_tiny_qwen3,
+    write_tiny_qwen35,
+)
 from tests.support.tiny_vocab import TRAINING_TEXT, byte_alphabet, tokens
 
-WRITERS = [write_tiny_llama, write_tiny_qwen35]
+WRITERS = [write_tiny_llama, write_tiny_qwen2, write_tiny_qwen3, write_tiny_qwen35]
 MAX_BYTES = 2 << 20
 PLAIN_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=80)
 
 
-@pytest.fixture(scope="module", params=["llama", "llama with BOS", "qwen35"])
+@pytest.fixture(scope="module", params=["llama", "llama with BOS", "qwen2", "qwen3", "qwen35"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
     path = tmp_path_factory.mktemp("tiny") / "model.gguf"
-    if request.param == "qwen35":
-        write_tiny_qwen35(path, seed=1)
-    else:
-        write_tiny_llama(path, seed=1, pre="llama-bpe" if request.param == "llama with BOS" else "smollm")
+    match request.param:
+        case "qwen2":
+            write_tiny_qwen2(path, seed=1)
+        case "qwen3":
+            write_tiny_qwen3(path, seed=1)
+        case "qwen35":
+            write_tiny_qwen35(path, seed=1)
+        case name:
+            write_tiny_llama(path, seed=1, pre="llama-bpe" if name == "llama with BOS" else "smollm")
     with Model(path) as loaded:
         yield loaded
 

@@ -94,7 +94,7 @@ def instances(arch: int) -> Iterator[Kernel]:
     yield _ZERO_PAGE
     for k_type, v_type in zip(types, types[5:] + types[:5], strict=True):
         yield _kernel(_pages(k_type, v_type, 128), 128, True, Phase.DECODE)
-    for head_dim, n_rot in ((48, 12), (80, 20), (96, 24), (256, 64), (512, 512)):
+    for head_dim, n_rot in ((48, 12), (80, 20), (96, 24), (128, 128), (256, 64), (512, 512)):
         yield _kernel(_pages(KvType.F16, KvType.F16, head_dim), n_rot, False, Phase.PREFILL)
     yield _kernel(_pages(KvType.IQ4_NL, KvType.Q5_1, 512), 128, False, Phase.DECODE)
     for phase in Phase:

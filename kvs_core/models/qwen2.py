@@ -1,0 +1,24 @@
+"""``qwen2``: the blocks of ``dense.py`` with biases on q, k and v (Qwen2, Qwen2.5, QwQ and their distillates).
+
+Rotary pairs are (i, i + D / 2), a head has E / H values.
+"""
+
+from __future__ import annotations
+
+from kvs_core.formats.gguf import GgufFile
+from kvs_core.models.dense import dense_tensors, load_layers, load_nextn, nextn_tensors, read_dense
+from kvs_core.models.spec import ModelSpec, TensorSpec
+
+__all__ = ["ARCH", "load_layers", "load_nextn", "nextn_tensors", "read_spec", "trunk_tensors"]
+
+ARCH = "qwen2"
+
+
+def read_spec(file: GgufFile) -> ModelSpec:
+    """The model that the file's metadata describe. Raises ModelFileError or CapabilityError."""
+    return read_dense(file, ARCH, interleaved=False)
+
+
+def trunk_tensors(spec: ModelSpec) -> list[TensorSpec]:
+    """Every tensor of the model."""
+    return dense_tensors(spec, biases=("attn_q", "attn_k", "attn_v"))
