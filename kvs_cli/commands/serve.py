@@ -138,7 +138,10 @@ def _room(settings: ServeSettings, model: OpenModel, engine: Engine) -> Room:
     limit_bytes = cache.ram_mib * MIB if cache.ram_mib > 0 else sys.maxsize
     checkpoints = Checkpoints(cache.checkpoints, limit_bytes) if cache.checkpoints else None
     session = Session(engine, checkpoints, checkpoint_tokens=cache.checkpoint_tokens)
-    parked = ParkedSessions(cache.ram_mib * MIB if cache.ram_mib >= 0 else sys.maxsize)
+    parked = ParkedSessions(
+        cache.ram_mib * MIB if cache.ram_mib >= 0 else sys.maxsize,
+        short_tokens=engine.context.ubatch_tokens,   # read again in less than one step
+    )
     return Room(
         Conversation(session, model_key(model.file, settings.engine.rope), cache.folder, parked),
         model.tokenizer, Metrics(), speculative=settings.engine.speculative, special=settings.replies.special,
