@@ -12,10 +12,11 @@ import os
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 from kvs_cli.constraint import compile_constraint, read_constraint
 from kvs_cli.open_model import OpenModel, open_engine, open_model, plan_context
-from kvs_cli.prompt import read_template
+from kvs_cli.prompt import read_template, with_template
 from kvs_cli.render import Screen
 from kvs_cli.server.about import build_info, model_name
 from kvs_cli.server.front import Front, read_keys
@@ -62,7 +63,9 @@ class Server:
         folder = settings.cache.folder
         if folder is not None and not folder.is_dir():
             raise SettingsError(f"--slot-save-path {folder}: is no folder; make it first")
-        self._settings = settings
+        # What is in files is read now: who gave a wrong one is not to wait for the model to hear of it.
+        self._settings = replace(
+            settings, chat=with_template(settings.chat), constraint=read_constraint(settings.constraint))
         self._screen = Screen.of(settings.logging)
         self._service: Service | None = None
         self._failure: BaseException | None = None
@@ -150,7 +153,7 @@ def _room(settings: ServeSettings, model: OpenModel, engine: Engine) -> Room:
 
 def _defaults(settings: ServeSettings, model: OpenModel, grammars: GrammarCompiler) -> Defaults:
     replies = settings.replies
-    constraint = read_constraint(settings.constraint)
+    constraint = settings.constraint
     compile_constraint(constraint, grammars)   # what is none is refused now, not with every request
     return Defaults(
         sampling=SamplingParams.resolve(model.file.metadata, settings.sampling),
