@@ -36,9 +36,13 @@ class Cancelled(Exception):
 class Job(Generic[T]):
     """One piece of work that tells of its progress by events."""
 
-    def __init__(self, work: Callable[[Job[T]], None]) -> None:
-        """``work`` runs in the engine's thread; it emits, and calls ``check`` between steps. Made in an event loop."""
+    def __init__(self, work: Callable[[Job[T]], None], name: str = "") -> None:
+        """``work`` runs in the engine's thread; it emits, and calls ``check`` between steps. Made in an event loop.
+
+        name  for the log
+        """
         self.work = work
+        self.name = name
         self._cancelled = ""
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[T] = asyncio.Queue()

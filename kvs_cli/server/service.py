@@ -91,7 +91,7 @@ class Service:
         jobs: list[Job[Event]] = []
         try:
             for task in tasks:
-                jobs.append(Job(Generation(self.room, task)))
+                jobs.append(Job(Generation(self.room, task), str(task.id)))
                 self.queue.submit(jobs[-1])
             if options.stream:
                 first = await client.or_gone(jobs[0].next())
@@ -179,6 +179,6 @@ class Service:
 
     def _cancel(self, jobs: Sequence[Job[Event]], why: str) -> None:
         """Those that run say so themselves when they end."""
-        waited = sum(self.queue.cancel(job, why) for job in jobs)
+        waited = [job.name for job in jobs if self.queue.cancel(job, why)]
         if waited:
-            LOGGER.info("%d waiting: 0 prompt tokens read; 0 tokens; %s", waited, why)
+            LOGGER.info("request %s: waited; 0 prompt tokens read; 0 tokens; %s", ", ".join(waited), why)
