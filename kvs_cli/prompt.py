@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -56,12 +57,17 @@ def read_template(model: OpenModel, chat: ChatSettings) -> ChatTemplate:
     """The chat template to use: the one that was given, else the model's. SettingsError or TokenizerError."""
     from kvs_core.formats.chat import ChatTemplate  # here, since Jinja is slow to import
 
-    override = chat.template
-    if chat.template_file is not None:
-        override = read_text_file(chat.template_file, "--chat-template-file")
     return ChatTemplate.from_metadata(
-        model.file.metadata, model.tokenizer, override=override, source=str(model.file.path)
+        model.file.metadata, model.tokenizer, override=with_template(chat).template, source=str(model.file.path)
     )
+
+
+def with_template(chat: ChatSettings) -> ChatSettings:
+    """The same with the content of its template's file in the file's place. Raises SettingsError."""
+    if chat.template_file is None:
+        return chat
+    text = read_text_file(chat.template_file, "--chat-template-file")
+    return replace(chat, template=text, template_file=None)
 
 
 def _in_template(model: OpenModel, text: str, chat: ChatSettings) -> str:

@@ -12,10 +12,11 @@ import os
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 from kvs_cli.constraint import compile_constraint, read_constraint
 from kvs_cli.open_model import OpenModel, open_engine, open_model, plan_context
-from kvs_cli.prompt import read_template
+from kvs_cli.prompt import read_template, with_template
 from kvs_cli.render import Screen
 from kvs_cli.server.about import build_info, model_name
 from kvs_cli.server.front import Front, read_keys
@@ -63,7 +64,9 @@ class Server:
         folder = settings.cache.folder
         if folder is not None and not folder.is_dir():
             raise SettingsError(f"--slot-save-path {folder}: is no folder; make it first")
-        self._settings = settings
+        # What is in files is read now: who gave a wrong one is not to wait for the model to hear of it.
+        self._settings = replace(
+            settings, chat=with_template(settings.chat), constraint=read_constraint(settings.constraint))
         self._screen = Screen.of(settings.logging)
         self._service: Service | None = None
         self._failure: BaseException | None = None
@@ -139,7 +142,10 @@ def _room(settings: ServeSettings, model: OpenModel, engine: Engine) -> Room:
     limit_bytes = cache.ram_mib * MIB if cache.ram_mib > 0 else sys.maxsize
     checkpoints = Checkpoints(cache.checkpoints, limit_bytes) if cache.checkpoints else None
     session = Session(engine, checkpoints, checkpoint_tokens=cache.checkpoint_tokens)
-    parked = ParkedSessions(cache.ram_mib * MIB if cache.ram_mib >= 0 else sys.maxsize)
+    parked = ParkedSessions(
+        cache.ram_mib * MIB if cache.ram_mib >= 0 else sys.maxsize,
+        short_tokens=engine.context.ubatch_tokens,   # read again in less than one step
+    )
     divisors = divisors_name(model.spec.rope, engine.context.context_tokens)
     key = model_key(model.file, settings.engine.rope, divisors)
     return Room(
@@ -150,7 +156,7 @@ def _room(settings: ServeSettings, model: OpenModel, engine: Engine) -> Room:
 
 def _defaults(settings: ServeSettings, model: OpenModel, grammars: GrammarCompiler) -> Defaults:
     replies = settings.replies
-    constraint = read_constraint(settings.constraint)
+    constraint = settings.constraint
     compile_constraint(constraint, grammars)   # what is none is refused now, not with every request
     return Defaults(
         sampling=SamplingParams.resolve(model.file.metadata, settings.sampling),

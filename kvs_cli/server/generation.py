@@ -20,7 +20,6 @@ from kvs_cli.server.live import LiveView
 from kvs_cli.server.metrics import Metrics
 from kvs_cli.server.options import Options
 from kvs_cli.server.slot import Conversation, SlotView
-from kvs_core.engine.engine import KvReport
 from kvs_core.engine.round import Token, accept_prompt, generate
 from kvs_core.engine.session import TAIL_TOKENS
 from kvs_core.engine.speculation import Speculation
@@ -163,7 +162,7 @@ class RequestSampler(ConstrainedSampler):
 
 @dataclass(slots=True)
 class Room:
-    """What one completion after another uses. The engine's thread writes ``view`` and ``report``; others read them."""
+    """What one completion after another uses. The engine's thread writes ``view`` and ``live``; others read them."""
 
     conversation: Conversation
     tokenizer: Tokenizer
@@ -185,11 +184,6 @@ class Room:
             return None
         engine = self.conversation.session.engine
         return Speculation(engine, self.speculative, sampler, self._ngrams, self.tokenizer.eog_ids)
-
-    @property
-    def report(self) -> KvReport:
-        """The KV machinery's counters."""
-        return self.conversation.session.engine.report()
 
 
 class Generation:
@@ -219,8 +213,11 @@ class Generation:
         try:
             job.check()
             end: Finished | Failed = self._run(job)
-        except Cancelled:
+        except Cancelled as cancelled:
             end = Failed(ApiError("unavailable_error", "the request was cancelled"))
+            LOGGER.info("request %d: %d prompt tokens, %d of them cached and %d read; %d tokens; %s", self._task.id,
+                        len(self._task.prompt), view.prompt_cached, view.prompt_processed - view.prompt_cached,
+                        self._made, cancelled)  # fmt: skip
         except Exception as error:
             end = Failed(self._failed(error))
         if isinstance(end, Finished):

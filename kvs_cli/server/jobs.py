@@ -24,17 +24,26 @@ MAX_WAITING = 128
 """Requests that wait for their turn. More are refused: they would wait for hours."""
 
 
+BY_CLIENT = "cancelled by the client"
+BY_SERVER = "cancelled: the server ends"
+WITH_OTHERS = "cancelled with the rest of its request"
+
+
 class Cancelled(Exception):
-    """The job is not wanted any more."""
+    """The job is not wanted any more; the text says by whom."""
 
 
 class Job(Generic[T]):
     """One piece of work that tells of its progress by events."""
 
-    def __init__(self, work: Callable[[Job[T]], None]) -> None:
-        """``work`` runs in the engine's thread; it emits, and calls ``check`` between steps. Made in an event loop."""
+    def __init__(self, work: Callable[[Job[T]], None], name: str = "") -> None:
+        """``work`` runs in the engine's thread; it emits, and calls ``check`` between steps. Made in an event loop.
+
+        name  for the log
+        """
         self.work = work
-        self.cancelled = False
+        self.name = name
+        self._cancelled = ""
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[T] = asyncio.Queue()
 
@@ -43,10 +52,14 @@ class Job(Generic[T]):
         with suppress(RuntimeError):   # the loop is closed: the server has ended
             self._loop.call_soon_threadsafe(self._events.put_nowait, event)
 
+    def cancel(self, why: str) -> None:
+        """Have ``check`` raise Cancelled from now on; the first reason stays."""
+        self._cancelled = self._cancelled or why
+
     def check(self) -> None:
         """Raise Cancelled if the job is not wanted any more."""
-        if self.cancelled:
-            raise Cancelled
+        if self._cancelled:
+            raise Cancelled(self._cancelled)
 
     async def next(self) -> T:
         """The next event."""
@@ -80,11 +93,14 @@ class JobQueue:
             self._waiting.append(job)
             self._changed.notify_all()
 
-    def cancel(self, job: Job[T]) -> None:
-        """A job that waits is dropped, one that runs ends within a step; nothing happens to one that is done."""
-        job.cancelled = True
+    def cancel(self, job: Job[T], why: str) -> bool:
+        """A job that waits is dropped, one that runs ends within a step; nothing happens to one that is done. Whether
+        it waited."""
+        job.cancel(why)
         with self._changed, suppress(ValueError):
             self._waiting.remove(job)
+            return True
+        return False
 
     def run(self) -> None:
         """In the engine's thread: do jobs until ``close``."""
@@ -101,7 +117,7 @@ class JobQueue:
         with self._changed:
             self._closed = True
             for job in (*self._waiting, *filter(None, (self._running,))):
-                job.cancelled = True
+                job.cancel(BY_SERVER)
             self._changed.notify_all()
 
     def _take(self) -> Job | None:  # type: ignore[type-arg]

@@ -2,6 +2,7 @@
 
     engine thread   a step's border ─ look ─ Snapshot, at most a few per second, and none where nobody asks
     event loop      a poll ─ as_json: the last snapshot, with what ``SlotView`` says by now
+                    a scrape of /metrics ─ its counters
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class LiveView:
         self._view = view
         self._clock = clock
         engine = conversation.session.engine
-        self._link_bytes_per_s = engine.link_bytes_per_s
+        self.link_bytes_per_s = engine.link_bytes_per_s
         self._layer_numbers = engine.kv_layer_numbers
         self._context_tokens = engine.context.context_tokens
         self._next_s = self._wanted_until_s = 0.0
@@ -74,9 +75,9 @@ class LiveView:
         self._sampled: tuple[int, bool] | None = None   # the request, and whether it writes by now
         self.look(always=True)
 
-    def polled(self) -> None:
-        """From any thread: somebody reads, so snapshots are worth their while."""
-        self._wanted_until_s = self._clock() + _WANTED_S
+    def polled(self, again_s: float = 0.0) -> None:
+        """From any thread: somebody reads, and will within ``again_s`` or soon, so snapshots are worth their while."""
+        self._wanted_until_s = max(self._wanted_until_s, self._clock() + max(again_s, _WANTED_S))
 
     def look(self, speculation: Speculation | None = None, *, always: bool = False) -> None:
         """In the engine's thread, between steps: make a snapshot if one is due. ``speculation``: of this request."""
@@ -115,7 +116,7 @@ class LiveView:
             ],
             "link": {
                 "bytes_per_s": seen.copied_per_s if busy else None,
-                "probed_bytes_per_s": self._link_bytes_per_s,
+                "probed_bytes_per_s": self.link_bytes_per_s,
                 "h2d_bytes": report.h2d_bytes,
                 "d2h_bytes": report.d2h_bytes,
             },

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,10 +16,10 @@ from prometheus_client import CollectorRegistry
 from starlette.responses import Response
 
 from kvs_cli.open_model import OpenModel
-from kvs_cli.server.errors import ApiError, api_error
+from kvs_cli.server.errors import ApiError, ClientGone, api_error
 from kvs_cli.server.generation import Event, Failed, Finished, Generation, Piece, Room, Task
 from kvs_cli.server.http import Client, EventStream, JsonReply
-from kvs_cli.server.jobs import Cancelled, Job, JobQueue
+from kvs_cli.server.jobs import BY_CLIENT, WITH_OTHERS, Cancelled, Job, JobQueue
 from kvs_cli.server.metrics import MetricsCollector, Present
 from kvs_cli.server.options import Defaults, Options
 from kvs_cli.server.prompts import PromptReader
@@ -30,6 +31,10 @@ from kvs_core.sampling.constrained import Constraint
 from kvs_core.settings import ContextPlan, ServeSettings
 
 T = TypeVar("T")
+
+LOGGER = logging.getLogger(__name__)
+
+_SCRAPED_S = 90.0   # between two scrapes of /metrics, at most: Prometheus's own default is 60
 
 
 @dataclass(slots=True)
@@ -86,7 +91,7 @@ class Service:
         jobs: list[Job[Event]] = []
         try:
             for task in tasks:
-                jobs.append(Job(Generation(self.room, task)))
+                jobs.append(Job(Generation(self.room, task), str(task.id)))
                 self.queue.submit(jobs[-1])
             if options.stream:
                 first = await client.or_gone(jobs[0].next())
@@ -95,8 +100,8 @@ class Service:
                 frames = self._frames(jobs, fmt, first)
                 return EventStream(client, frames, ping_s=options.ping_s, timeout_s=self.settings.listen.timeout_s)
             return JsonReply(fmt.whole([await self._whole(client, job) for job in jobs]))
-        except BaseException:
-            self._cancel(jobs)
+        except BaseException as error:
+            self._cancel(jobs, BY_CLIENT if isinstance(error, ClientGone) else WITH_OTHERS)
             raise
 
     async def call(self, client: Client, work: Callable[[], T]) -> T:
@@ -118,20 +123,22 @@ class Service:
         try:
             outcome = await client.or_gone(job.next())
         except BaseException:
-            self.queue.cancel(job)
+            self.queue.cancel(job, BY_CLIENT)
             raise
         if isinstance(outcome, Failed):
             raise outcome.error
         return outcome
 
     def _present(self) -> Present:
-        conversation = self.room.conversation
+        """For a scrape, on the event loop: of the engine it takes the last snapshot, and has it kept fresh."""
+        live = self.room.live
+        live.polled(_SCRAPED_S)
         return Present(
             processing=self.room.view.processing,
             waiting=self.queue.waiting,
-            kv=self.room.report,
-            link_bytes_per_s=conversation.session.engine.link_bytes_per_s,
-            parked=conversation.parked_totals,
+            kv=live.snapshot.report,
+            link_bytes_per_s=live.link_bytes_per_s,
+            parked=self.room.conversation.parked_totals,
         )
 
     async def _whole(self, client: Client, job: Job[Event]) -> Whole:
@@ -164,9 +171,14 @@ class Service:
                     yield data
             for data in fmt.end():
                 yield data
+        except (GeneratorExit, asyncio.CancelledError):
+            self._cancel(jobs, BY_CLIENT)
+            raise
         finally:
-            self._cancel(jobs)
+            self._cancel(jobs, WITH_OTHERS)
 
-    def _cancel(self, jobs: Sequence[Job[Event]]) -> None:
-        for job in jobs:
-            self.queue.cancel(job)
+    def _cancel(self, jobs: Sequence[Job[Event]], why: str) -> None:
+        """Those that run say so themselves when they end."""
+        waited = [job.name for job in jobs if self.queue.cancel(job, why)]
+        if waited:
+            LOGGER.info("request %s: waited; 0 prompt tokens read; 0 tokens; %s", ", ".join(waited), why)

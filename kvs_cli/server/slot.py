@@ -39,7 +39,7 @@ class Conversation:
 
     A prompt goes on with the conversation that gives it the most tokens, the one in hand or one set aside. If it parts
     from that one, see ``parts_from``, it begins with a copy of what they share, and that one stays whole; so does the
-    one in hand when another is taken up. The least recently used ones go when memory ends.
+    one in hand when another is taken up. When memory ends short ones go first, then the least recently used.
     """
 
     def __init__(
@@ -116,17 +116,20 @@ class Conversation:
 
     def _can_set_aside(self) -> bool:
         """Whether the conversation in hand is to be kept, and there is memory for it and for another."""
-        session = self.session
-        if not session.tokens or self.parked.covers(session.tokens):
+        session, parked, tokens = self.session, self.parked, len(self.session.tokens)
+        if not tokens or parked.covers(session.tokens):
             return False
-        if not self.parked.fits(session.least_parked_bytes):
-            LOGGER.info("a conversation of %d tokens is not kept: it needs %.0f MiB, more than --cache-ram has",
-                        len(session.tokens), session.least_parked_bytes / MIB)  # fmt: skip
+        room_bytes, needed_bytes = parked.room_bytes(tokens), session.least_parked_bytes
+        if needed_bytes > room_bytes:
+            LOGGER.info("a conversation of %d tokens is not kept: it needs %.1f MiB, of --cache-ram %d MiB it may have "
+                        "%.1f", tokens, needed_bytes / MIB, parked.most_bytes // MIB, room_bytes / MIB)  # fmt: skip
             return False
-        while available_ram_bytes() < LEAST_FREE_BYTES:
-            if not self.parked.drop_oldest():
+        while (free_bytes := available_ram_bytes()) < LEAST_FREE_BYTES:
+            if not parked.drop_one(tokens):
+                LOGGER.info("a conversation of %d tokens is not kept: %.0f MiB of RAM are free, and %d are to stay so",
+                            tokens, free_bytes / MIB, LEAST_FREE_BYTES // MIB)  # fmt: skip
                 return False
-        while not self.parked.fits(session.parked_bytes):   # better without some checkpoints than not at all
+        while session.parked_bytes > parked.room_bytes(tokens):   # better without some checkpoints than not at all
             if not session.thin():
                 return False
         return True
@@ -140,7 +143,7 @@ class Conversation:
 
     def _reclaim(self) -> bool:
         """Give back the memory of one; False if there is none."""
-        dropped = self.parked.drop_oldest()
+        dropped = self.parked.drop_one()
         self._note_parked()
         return dropped
 
@@ -158,9 +161,18 @@ class Conversation:
         return save_session(self.session, self._path(name), self._model)
 
     def restore(self, name: str) -> SavedSession:
-        """Go on where a saved one stood, instead of the one in hand. ``SessionFileError`` for a file that does not fit;
-        then nothing changes."""
-        return load_session(self.session, self._path(name), self._model)
+        """Go on where a saved one stood; the one in hand is set aside. ``SessionFileError`` for a file that does not
+        fit; then nothing changes."""
+        try:
+            return load_session(self.session, self._path(name), self._model, leave=self._leave)
+        finally:
+            self._note_parked()
+
+    def _leave(self, tokens: Sequence[int]) -> None:
+        """Set aside what the session holds, unless ``tokens``, which it is to hold, give all of it."""
+        held = self.session.tokens
+        if list(tokens[: len(held)]) != held and self._can_set_aside():
+            self._set_aside()
 
     @property
     def can_save(self) -> bool:

@@ -1,11 +1,13 @@
 """ParkedSessions: conversations set aside in host memory, and which of them goes when it gets tight. Pure bookkeeping.
 
-    [least recently used ... most recently used]      the first goes first
+    [least recently used ... most recently used]      short ones go first, then the others, each in this order
+
+A short one is soon read again, so it is kept where there is room, and no longer one goes for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from kvs_core.engine.session import TAIL_TOKENS, ParkedSession, common_prefix
 
@@ -17,34 +19,49 @@ _WORTH_COPYING = 32  # tokens take about as long to copy as one takes to be read
 class ParkedSessions:
     """At most so many bytes of them. What is dropped here is forgotten; its memory goes when nobody uses it."""
 
-    def __init__(self, most_bytes: int) -> None:
+    def __init__(self, most_bytes: int, *, short_tokens: int = 0) -> None:
+        """``short_tokens``: one that has fewer is short."""
         self._most_bytes = most_bytes
+        self._short_tokens = short_tokens
         self._held: list[ParkedSession] = []
 
     def __len__(self) -> int:
         return len(self._held)
 
     @property
-    def size_bytes(self) -> int:
-        """Host memory. A checkpoint that two of them share counts twice."""
-        return sum(held.size_bytes for held in self._held)
+    def most_bytes(self) -> int:
+        """The limit."""
+        return self._most_bytes
 
-    def fits(self, size_bytes: int) -> bool:
-        """Whether one of that size can be held, if others go."""
-        return size_bytes <= self._most_bytes
+    @property
+    def size_bytes(self) -> int:
+        """Host memory. What several of them share counts once."""
+        return _size_bytes(self._held)
+
+    def room_bytes(self, tokens: int) -> int:
+        """The most that one of so many tokens may take, if all go that may go for it."""
+        if tokens >= self._short_tokens:
+            return self._most_bytes
+        return self._most_bytes - _size_bytes(held for held in self._held if not self._is_short(held))
 
     def covers(self, tokens: Sequence[int]) -> bool:
         """Whether one of them gives all that a conversation of ``tokens`` would."""
         return any(_covers(held, tokens) for held in self._held)
 
     def add(self, parked: ParkedSession) -> int:
-        """Hold one, the most recently used; how many had to go for it. Those that it gives all of go too, uncounted."""
-        self._held = [held for held in self._held if not _covers(parked, held.tokens)]
-        self._held.append(parked)
-        before = len(self._held)
-        while self.size_bytes > self._most_bytes:
-            self.drop_oldest()
-        return before - len(self._held)
+        """Hold one, the most recently used; how many had to go for it. Those that it gives all of go too, uncounted.
+
+        One for which there is no room, see ``room_bytes``, is not held, and nothing changes.
+        """
+        kept = [*(held for held in self._held if not _covers(parked, held.tokens)), parked]
+        before = len(kept)
+        while _size_bytes(kept) > self._most_bytes:
+            first = self._first_to_go(kept, len(parked.tokens))
+            if first is None or first is parked:
+                return 0
+            kept.remove(first)
+        self._held = kept
+        return before - len(kept)
 
     def best(self, prompt: Sequence[int]) -> ParkedSession | None:
         """The one that gives most of ``prompt``; of equals the one that loses least by it, then the last used. None
@@ -61,12 +78,22 @@ class ParkedSessions:
         self._held.remove(parked)
         self._held.append(parked)
 
-    def drop_oldest(self) -> bool:
-        """Forget the least recently used one; False if there is none."""
-        if not self._held:
+    def drop_one(self, for_tokens: int | None = None) -> bool:
+        """Forget the one that goes first; False if there is none. ``for_tokens``: for one that has so many."""
+        first = self._first_to_go(self._held, for_tokens)
+        if first is None:
             return False
-        del self._held[0]
+        self._held.remove(first)
         return True
+
+    def _first_to_go(self, held: Sequence[ParkedSession], for_tokens: int | None) -> ParkedSession | None:
+        short = next(filter(self._is_short, held), None)
+        if short is not None or (for_tokens is not None and for_tokens < self._short_tokens):
+            return short
+        return held[0] if held else None
+
+    def _is_short(self, held: ParkedSession) -> bool:
+        return len(held.tokens) < self._short_tokens
 
 
 def gain(reused: int, tokens: Sequence[int]) -> tuple[int, float]:
@@ -100,3 +127,7 @@ def _tells(text: Sequence[int], lost: Sequence[int]) -> bool:
 
 def _covers(parked: ParkedSession, tokens: Sequence[int]) -> bool:
     return parked.reusable((*tokens, -1)) == len(tokens)
+
+
+def _size_bytes(sessions: Iterable[ParkedSession]) -> int:
+    return sum(part.size_bytes for part in {part for held in sessions for part in held.parts})

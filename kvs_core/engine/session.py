@@ -15,6 +15,7 @@ from kvs_core.memory.phases import Phase
 from kvs_core.models.recurrent import StateSnapshot
 from kvs_core.sampling.candidates import Candidates
 from kvs_core.settings.rooms import ContextPlan
+from kvs_core.streaming.history import ParkedHistory
 from kvs_core.units import MIB, Progress
 
 LOGGER = logging.getLogger(__name__)
@@ -37,10 +38,9 @@ class ParkedSession:
     can_rewind: bool
 
     @property
-    def size_bytes(self) -> int:
-        """Host memory."""
-        kept = sum(held.size_bytes for held in (*self.checkpoints, self.sequence.end))
-        return self.sequence.history.size_bytes + kept
+    def parts(self) -> tuple[ParkedHistory | Checkpoint, ...]:
+        """All that takes host memory. A copy of a conversation shares checkpoints with it."""
+        return (self.sequence.history, self.sequence.end, *self.checkpoints)
 
     def reusable(self, prompt: Sequence[int]) -> int:
         """How many tokens of ``prompt`` need not be read if this conversation goes on with it."""

@@ -16,7 +16,7 @@ import os
 import stat
 import struct
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -106,8 +106,12 @@ def save_session(session: Session, path: Path, key: str, tail: Sequence[int] = (
     return SavedSession(engine.committed, size, tuple(tail))
 
 
-def load_session(session: Session, path: Path, key: str) -> SavedSession:
+def load_session(
+    session: Session, path: Path, key: str, *, leave: Callable[[Sequence[int]], None] | None = None
+) -> SavedSession:
     """Have the session go on where a saved one stood.
+
+    leave  called with the file's tokens once all of it is known to fit, before the session becomes empty
 
     ``SessionFileError`` if the file does not fit; then nothing has changed. If the history has no room for its pages,
     that error is raised and the session is empty.
@@ -136,6 +140,8 @@ def load_session(session: Session, path: Path, key: str) -> SavedSession:
             file.seek(pages * engine.geometry.page_bytes, os.SEEK_CUR)
             checkpoints = [_read_checkpoint(file, header["arrays"], position) for position in header["positions"]]
             file.seek(pages_at)
+            if leave is not None:
+                leave(tokens)
             session.take_up(tokens, _pages(file, session, count), checkpoints)
     except OSError as error:
         raise SessionFileError(f"{path}: the session cannot be read: {error.strerror or error}") from error

@@ -59,7 +59,7 @@ SETTINGS = (
     _server("path", ("--path",), PATH,
         "Serve the files of this folder at /.",
         env="LLAMA_ARG_STATIC_PATH",
-        refuse=(Rule("kvs serves its API alone; use another program for files"),)),
+        refuse=(Rule("kvs serves its API and its own page; use another program for files"),)),
     _server("ui", ("--ui", "--webui"), SWITCH,
         "Serve the page at /.",
         default=True, env="LLAMA_ARG_UI", off=("--no-ui", "--no-webui")),

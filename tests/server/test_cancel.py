@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
+import logging
 import random
 import socket
 import threading
 import time
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -19,7 +22,7 @@ from kvs_cli.server.errors import ApiError
 from kvs_cli.server.jobs import Cancelled, Job, JobQueue
 from kvs_core.engine.session import Session
 from kvs_core.errors import DeviceError
-from tests.server.running import Running
+from tests.server.running import Running, running
 from tests.server.scrapes import scrape
 
 FIXED: dict[str, Any] = {"prompt": "The river in the north", "n_predict": 12, "temperature": 0}
@@ -105,6 +108,77 @@ def leave(server: Running, stream: bool, after_s: float) -> None:
         time.sleep(after_s)
 
 
+def test_a_cancelled_request_leaves_one_line(llama_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What it read, what it wrote, and who ended it; one for those that waited. While it reads, and while it writes."""
+    caplog.set_level(logging.INFO)
+    told = [7 + at * 31 % 190 for at in range(900)]
+    with running("-m", llama_path, "-c", 1024, "-ub", 32) as server:
+        body = {"prompt": told, "n_predict": 100, "ignore_eos": True, "stream": True, "return_progress": True}
+        with server.http.stream("POST", "/completion", json=body) as reply:
+            lines = reply.iter_lines()   # dropping it would close the connection
+            for _ in range(4):
+                next(lines)
+            with pytest.raises(httpx.ReadTimeout):   # two that wait, of one request
+                server.http.post("/completion", json={"prompt": ["a", "b"]}, timeout=0.1)
+        assert server.idle()
+        slot = server.get("/slots")[0]
+        read = slot["n_prompt_tokens_processed"]
+        assert 0 < read < 900
+        assert read % 32 == 0
+        assert cancelled(caplog) == [
+            "request 1, 2: waited; 0 prompt tokens read; 0 tokens; cancelled by the client",
+            f"request 0: 900 prompt tokens, 0 of them cached and {read} read; 0 tokens; cancelled by the client",
+        ]
+        caplog.clear()
+        body |= {"prompt": told[:read], "n_predict": 800}
+        with server.http.stream("POST", "/completion", json=body) as reply:
+            lines = reply.iter_lines()
+            events = (json.loads(line.removeprefix("data: ")) for line in lines if line)
+            assert any(event["tokens_predicted"] >= 5 for event in events)
+        assert server.idle()
+        wrote = server.get("/slots")[0]["next_token"][0]["n_decoded"]
+        assert 5 <= wrote < 800
+        assert cancelled(caplog) == [
+            f"request 3: {read} prompt tokens, {read - 1} of them cached and 1 read; {wrote} tokens; "
+            "cancelled by the client"
+        ]
+
+
+def test_parts_of_a_request_that_failed_are_told_of(
+    llama_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client did not leave; requests that end well have no such line."""
+    caplog.set_level(logging.INFO)
+    with running("-m", llama_path, "-c", 1024) as server:
+        assert len(server.post("/completion", prompt=[[5], [6]], n_predict=1)) == 2
+        assert len(server.stream("/completion", prompt="x", n_predict=1)) == 2
+        assert cancelled(caplog) == []
+        with monkeypatch.context() as patch:
+            patch.setattr(Session, "keep_common", fail_once(Session.keep_common))
+            server.post("/completion", 500, prompt=[[5], [6], [7]], n_predict=900, ignore_eos=True)
+        assert server.idle()
+    lines = cancelled(caplog)   # the second one may run by now
+    assert 1 <= len(lines) <= 2
+    assert all(line.endswith("; cancelled with the rest of its request") for line in lines)
+
+
+def fail_once(work: Any) -> Any:
+    """As ``work``, but the first call finds a device on fire."""
+    calls = itertools.count()
+
+    def fails(*given: Any) -> Any:
+        if next(calls) == 0:
+            raise DeviceError("the device is on fire")
+        return work(*given)
+
+    return fails
+
+
+def cancelled(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Lines about requests that did not come to their end."""
+    return [each for each in caplog.messages if "cancelled" in each]
+
+
 def test_erase_forgets(llama: Running) -> None:
     """After it nothing is cached, but for the BOS of other conversations; other slots and actions are refused."""
     held = llama.post("/completion", **OWN)["tokens_cached"]
@@ -129,13 +203,13 @@ def test_jobs_take_turns() -> None:
                 order.append(name)
                 try:
                     job.check()
-                except Cancelled:
-                    order.append(f"{name} cancelled")
+                except Cancelled as cancelled:
+                    order.append(f"{name} {cancelled}")
                     raise
                 job.emit(name)
             return run
 
-        thread = threading.Thread(target=queue.run)
+        thread = threading.Thread(target=queue.run, daemon=True)
         thread.start()
         first = Job[str](work("first"))
         queue.submit(first)
@@ -147,7 +221,8 @@ def test_jobs_take_turns() -> None:
         with pytest.raises(ApiError) as refused:
             queue.submit(Job[str](work("fifth")))
         assert refused.value.code == 503
-        queue.cancel(rest[0])
+        assert queue.cancel(rest[0], "dropped")
+        assert not queue.cancel(rest[0], "dropped")
         go.set()
         assert [await first.next(), await rest[1].next()] == ["first", "third"]
         assert order[:2] == ["first", "third"]
@@ -156,11 +231,14 @@ def test_jobs_take_turns() -> None:
         waiting = [Job[str](work(name)) for name in ("running", "queued")]
         for job in waiting:
             queue.submit(job)
+        while queue.waiting > 1:
+            await asyncio.sleep(0)
+        assert not queue.cancel(waiting[0], "stopped")
         queue.close()
         go.set()
         await asyncio.to_thread(thread.join, 10)
         assert not thread.is_alive()
-        assert order[-4:] == ["running", "running cancelled", "queued", "queued cancelled"]
+        assert order[-4:] == ["running", "running stopped", "queued", "queued cancelled: the server ends"]
         with pytest.raises(ApiError):
             queue.submit(first)
 

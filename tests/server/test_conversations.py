@@ -205,16 +205,16 @@ def test_metrics_tell_at_once_what_had_to_go(llama_path: Path, monkeypatch: pyte
         alternate(server, talks=2, turns=1)
         before = parked(server)
         gone = threading.Event()
-        drop_oldest, allocate = ParkedSessions.drop_oldest, HostDevice.allocate_pinned
+        drop_one, allocate = ParkedSessions.drop_one, HostDevice.allocate_pinned
 
         def give_up(sessions: ParkedSessions) -> bool:
             gone.set()
-            return drop_oldest(sessions)
+            return drop_one(sessions)
 
         def allocate_then(device: HostDevice, size_bytes: int) -> np.ndarray:
             return allocate(device, size_bytes) if gone.is_set() else fail()
 
-        monkeypatch.setattr(ParkedSessions, "drop_oldest", give_up)
+        monkeypatch.setattr(ParkedSessions, "drop_one", give_up)
         monkeypatch.setattr(HostDevice, "allocate_pinned", allocate_then)
         long = {"prompt": [9] * 100, "n_predict": 800, "ignore_eos": True, "stream": True}
         with server.http.stream("POST", "/completion", json=long) as reply:
@@ -234,16 +234,16 @@ def parked(server: Running) -> tuple[float, float]:
 
 
 def test_erase_save_and_restore_are_of_the_one_in_hand(path: Path, tmp_path: Path) -> None:
-    """Those that are set aside stay as they are."""
+    """Those that are set aside stay as they are, and a restored one takes nobody's place."""
     with serve(path, "--slot-save-path", tmp_path) as server:
         talks = alternate(server, talks=3, turns=1)
-        held = len(talks[2].tokens) - 1
+        held = len(talks[2].tokens) - 1   # of 32
         assert server.post("/slots/0?action=save", filename="c.kvs")["n_saved"] == held
         assert server.post("/slots/0?action=erase")["n_erased"] == held
         assert server.post("/slots/0?action=erase")["n_erased"] == 0
         assert talks[0].turn() == held
-        server.post("/slots/0?action=restore", filename="c.kvs")   # in the place of the first one
-        assert [talks[number].turn() for number in (2, 1, 0)] == [held, held, 0]
+        server.post("/slots/0?action=restore", filename="c.kvs")   # the first one is set aside again
+        assert [talks[number].turn() for number in (2, 1, 0)] == [held, held, 2 * held]
 
 
 @pytest.mark.parametrize("missing", [None, 1, 2, 3, 100])

@@ -131,6 +131,16 @@ def test_it_looks_only_while_somebody_polls_and_rates_are_of_what_lies_between(l
         clock.now_s += 60
         view.look()
         assert view.snapshot is last   # nobody polls any more
+        view.polled(90)   # by one who comes back in a minute and a half
+        clock.now_s += 60
+        view.polled()
+        clock.now_s += 20
+        view.look()
+        assert view.snapshot is not last
+        last = view.snapshot
+        clock.now_s += 20
+        view.look()
+        assert view.snapshot is last
         slot.processing = False
         view.look(always=True)
         assert view.snapshot is not last

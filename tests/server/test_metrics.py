@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 
+from kvs_core.engine.engine import Engine
+from kvs_core.engine.session import Session
 from tests.server.running import Running, running
 from tests.server.scrapes import scrape
 
@@ -109,3 +113,32 @@ def becomes(server: Running, waiting: int) -> bool:
         if seen["kvs:queue_length"] == waiting:
             return True
     return False
+
+
+def test_no_reply_looks_into_the_engine_while_it_runs(llama_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engine and session are the engine thread's alone, whatever is asked in the meantime: steps change what they
+    hold. What a scrape tells comes from snapshots, which the scrape itself has kept fresh."""
+    threads: set[str] = set()
+    for kind in (Engine, Session):
+        look = kind.__getattribute__
+
+        def noted(self: Any, name: str, look: Any = look) -> Any:
+            threads.add(threading.current_thread().name)
+            return look(self, name)
+
+        monkeypatch.setattr(kind, "__getattribute__", noted)
+    with running("-m", llama_path, "-c", 1024, "--metrics", "--kv-page-tokens", 32) as server:
+        published = scrape(server.http)["kvs:d2h_bytes_total"]
+        long = {"prompt": "The sea", "n_predict": 900, "ignore_eos": True, "stream": True}
+        with server.http.stream("POST", "/completion", json=long) as reply:
+            lines = reply.iter_lines()   # dropping it would close the connection
+            next(lines)
+            for path in ("/health", "/v1/models", "/props", "/slots", "/kvs/live"):
+                server.get(path)
+            server.post("/tokenize", content="The sea")
+            end = time.monotonic() + 20
+            while (now := scrape(server.http))["kvs:d2h_bytes_total"] == published:
+                assert time.monotonic() < end, "the counters stand still"
+                time.sleep(0.01)
+            assert now["llamacpp:requests_processing"] == 1
+    assert threads == {"engine"}

@@ -63,9 +63,17 @@ def test_what_keeps_it_from_serving(kvs: Kvs, llama_path: Path, tmp_path: Path) 
         assert "give another port" in kvs("serve", "-m", llama_path, "--port", port).error
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"GGUF")
+    latin = tmp_path / "latin"
+    latin.write_bytes(b"\xe9")
     assert "broken.gguf" in kvs("serve", "-m", broken, "--port", 0).error
     assert "--api-key-file" in kvs("serve", "-m", llama_path, "--port", 0, "--api-key-file", tmp_path / "none").error
     assert "--chat-template" in kvs("serve", "-m", llama_path, "--port", 0, "--chat-template", "{% if %}").error
+    for flag in ("--chat-template-file", "--grammar-file", "--json-schema-file"):   # before the port and the model
+        for path, why in ((tmp_path / "none", "No such file"), (tmp_path, "Is a directory"), (latin, "is not UTF-8")):
+            told = kvs("serve", "-m", broken, "--port", 0, flag, path)
+            assert f"{flag} {path}: " in told.error
+            assert why in told.error
+            assert "listening" not in told.err
     assert "one slot" in kvs("serve", "-m", llama_path, "--parallel", 4).error
     assert "flags alone" in kvs("serve", llama_path).error
     assert "--host" in kvs("serve", "-m", llama_path, "--host", "192.0.2.1").error
