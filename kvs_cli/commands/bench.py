@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from kvs_cli.bench.columns import Row
 from kvs_cli.commands import bench_quality
 from kvs_cli.logging import configure_logging
 from kvs_cli.options import Parsed, parse
@@ -179,10 +180,12 @@ def _prompt(file: Path | None) -> str:
     return benchmark_text()
 
 
-def _end_of(rows: Sequence[object]) -> None:
-    failed = sum(1 for row in rows if isinstance(row, dict) and row.get("error"))
-    if failed == len(rows) and rows:
-        raise SettingsError(f"all {failed} points failed; summary.md and the logs say why")
+def _end_of(rows: Sequence[Row]) -> None:
+    """``SettingsError`` if points failed, with the first one's reason: the files are whole, the sweep is not."""
+    failed = [row for row in rows if row.get("error")]
+    if failed:
+        raise SettingsError(f"{len(failed)} of {len(rows)} points failed, the first: {failed[0]['error']}; "
+                            f"{failed[0]['log']} says more, and --resume runs them again")
 
 
 bench_quality.register(app)
