@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvs_cli.commands import plan as plan_command
+from kvs_cli.plan import plan as making
+from kvs_cli.plan import plot
 from kvs_core.device.host.device import HostDevice
 from kvs_core.engine.engine import Engine
 from kvs_core.engine.forecast import Rates
@@ -18,7 +19,7 @@ from kvs_core.errors import BudgetError
 from kvs_core.formats.gguf import GgufFile
 from kvs_core.memory.phases import Phase
 from kvs_core.settings import ContextSettings, KvSettings, RopeSettings
-from kvs_core.units import MIB
+from kvs_core.units import MIB, mib_ceil
 from tests.cli.conftest import Kvs
 
 SMALL = ("--device", "cpu", "-c", "2048", "--kv-page-tokens", "32", "-ub", "64", "-ctk", "q8_0", "-ctv", "q4_0")
@@ -33,7 +34,7 @@ RATES = Rates(
 @pytest.fixture(autouse=True)
 def known_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test but one waits for a measurement, and none writes to the user's cache."""
-    monkeypatch.setattr(plan_command, "find_rates", lambda *_: Found(RATES, kept=True))
+    monkeypatch.setattr(making, "find_rates", lambda *_: Found(RATES, kept=True))
 
 
 @pytest.fixture
@@ -161,14 +162,56 @@ def test_what_does_not_fit(kvs: Kvs, tiny_llama: Path, free: Callable[[int], Non
     assert "--kv-stream-arena-mib is 1" in error
 
 
-def test_a_history_beyond_host_memory_is_warned_of(
-    kvs: Kvs, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_history_counts_where_the_weights_are(kvs: Kvs, tiny_llama: Path, free: Callable[[int], None]) -> None:
+    """On the CPU weights, arena and history share one memory. With room for all of them it fits; a MiB less, and it is
+    the history that does not, by that MiB; with less than the others need, it is they."""
+    flags = ("-c", "16384", "--kv-stream-arena-mib", "3")
+    facts = plan(kvs, tiny_llama, *flags)
+    needed, history = facts["memory"]["needed_bytes"], facts["memory"]["history_bytes"]
+    assert history == 16384 // 32 * 4 * facts["kv"]["page_bytes"] > 4 * MIB
+    assert facts["memory"]["host_needed_bytes"] == needed + history
+    enough = mib_ceil(needed + history)
+    free(enough)
+    said = kvs("plan", tiny_llama, *SMALL, *flags)
+    assert f"of {enough:,}.0 MiB, the history among them" in said.out
+    free(enough - 1)
+    error = kvs("plan", tiny_llama, *SMALL, *flags).error
+    assert f"the history of a full context takes {mib_ceil(history)} MiB, " in error
+    assert "are left in cpu beside weights of" in error
+    assert ": 1 MiB too many; use a smaller arena, --ctx-size or KV type" in error
+    free(needed // MIB - 2)
+    error = kvs("plan", tiny_llama, *SMALL, *flags).error
+    assert f"cpu has {needed // MIB - 2} MiB free: 3 MiB too many; use a smaller arena" in error
+    assert "history" not in error
+
+
+def test_the_history_counts_as_host_memory(
+    kvs: Kvs, tiny_llama: Path, free: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run would begin and not reach its end."""
-    monkeypatch.setattr(plan_command, "available_ram_bytes", lambda: MIB)
-    done = kvs("plan", tiny_llama, *SMALL)
-    assert done.code == 0
-    assert "it will not fill" in done.err
+    """Of a device with memory of its own: pinned host memory holds the history and nothing else. What lacks is said of
+    each; other KV types whose history has no room do not fit either."""
+    monkeypatch.setattr(HostDevice, "is_host", False)
+    flags = ("-c", "16384", "--kv-stream-arena-mib", "3")
+    def ram(mib: int) -> None:
+        monkeypatch.setattr(making, "available_ram_bytes", lambda: mib * MIB)
+
+    ram(1000)
+    memory = plan(kvs, tiny_llama, *flags)["memory"]
+    history = mib_ceil(memory["history_bytes"])
+    assert memory["host_needed_bytes"] == memory["history_bytes"]
+    ram(history)
+    said = kvs("plan", tiny_llama, *SMALL, *flags, "--json").json
+    fits = {other["name"]: other["fits"] for other in said["alternatives"]}
+    assert (fits["K q4_0, V q4_0"], fits["K f16, V f16"]) == (True, False)
+    assert f"of {history}.0 MiB of host memory" in kvs("plan", tiny_llama, *SMALL, *flags).out
+    ram(history - 2)
+    error = kvs("plan", tiny_llama, *SMALL, *flags).error
+    assert error == (f"does not fit: the history of a full context takes {history} MiB, {history - 2} MiB are left in "
+                     "host memory: 2 MiB too many; use a smaller --ctx-size or KV type")
+    free(1)
+    error = kvs("plan", tiny_llama, *SMALL, *flags).error
+    assert "cpu has 1 MiB free: " in error
+    assert f"; and the history of a full context takes {history} MiB, {history - 2} MiB are left in host" in error
 
 
 @pytest.mark.parametrize(("name", "error"), [
@@ -182,7 +225,7 @@ def test_a_plot_without_matplotlib(
     kvs: Kvs, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """says what to install."""
-    monkeypatch.setattr(plan_command, "find_spec", lambda name: None)
+    monkeypatch.setattr(plot, "find_spec", lambda name: None)
     error = kvs("plan", tiny_llama, *SMALL, "--plot", tmp_path / "plan.png").error
     assert "pip install 'kvs-llm[bench]'" in error
 
