@@ -30,7 +30,7 @@ def execute(settings: PlanSettings) -> int:
     speculative = settings.engine.speculative
     verify_width(speculative, ubatch_tokens=context.ubatch_tokens, context_tokens=context.context_tokens)
     with closing(open_device(settings.engine.device)) as device:
-        plan = make_plan(model, settings.engine, device)
+        plan = make_plan(model, settings.engine, device, measure=settings.measure)
     told = facts(plan)
     if settings.plot is not None:
         draw(plan, settings.plot)

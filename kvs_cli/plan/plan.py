@@ -11,7 +11,7 @@ from kvs_core.device.host.machine import available_ram_bytes
 from kvs_core.engine.budget import BudgetDevice, Drafting, arena_for, plan_budget
 from kvs_core.engine.forecast import Point, Rounds, Setup, contexts, forecast
 from kvs_core.engine.held import held_on_cuda, held_on_host, held_weights
-from kvs_core.engine.rates import Found, find_rates
+from kvs_core.engine.rates import Found, find_rates, forget_rates
 from kvs_core.errors import BudgetError, CapabilityError
 from kvs_core.models.recurrent import state_bytes
 from kvs_core.settings import EngineSettings, KvSettings
@@ -66,13 +66,15 @@ class Plan:
         return self.history_bytes + (self.needed_bytes if self.is_host else 0)
 
 
-def make_plan(model: OpenModel, settings: EngineSettings, device: Device) -> Plan:
-    """Measures what is not known of the device yet. Raises ``KvsError``, also for what does not fit."""
+def make_plan(model: OpenModel, settings: EngineSettings, device: Device, *, measure: bool = False) -> Plan:
+    """Measures what is not known of the device yet, with ``measure`` all. ``KvsError``, also for what does not fit."""
     free_bytes = device.free_bytes()
     ram_bytes = free_bytes if device.is_host else available_ram_bytes()
     setup = _setup(model, settings, settings.kv, device, free_bytes)
     device.capabilities.check(setup.budget.geometry)
     _check_fits(model, setup, device, free_bytes, ram_bytes)
+    if measure:
+        forget_rates(device)
     found = find_rates(device, settings.kv)
     rounds = Rounds.of(settings.speculative)
     context = setup.budget.context

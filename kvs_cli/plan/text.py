@@ -99,12 +99,18 @@ def _table(title: str, first: str) -> Table:
 def _cells(name: str, point: Point) -> tuple[str, ...]:
     """Where nobody knows what a round brings, tokens/s are those of none and of all drafts accepted."""
     placed, speed = point.placement, point.tokens_per_s
-    span = f"{1 / point.round_s:.1f} to {point.rows / point.round_s:.1f}"
+    span = f"{digits3(1 / point.round_s)} to {digits3(point.rows / point.round_s)}"
     return (
         name, f"{placed.resident_pages:,} of {placed.pages:,}", f"{placed.streamed_bytes / MIB:,.1f}",
         f"{1e3 * point.kernels_s:.2f}", f"{1e3 * point.link_s:.2f}", f"{1e3 * point.round_s:.2f}",
-        span if speed is None else f"{speed:.1f}",
+        span if speed is None else digits3(speed),
     )
+
+
+def digits3(value: float) -> str:
+    """A number above 0 with three significant digits, and no exponent: ``0.0123``, ``12.3``, ``12,300``."""
+    rounded = f"{value:.2e}"
+    return f"{float(rounded):,.{max(0, 2 - int(rounded.partition('e')[2]))}f}"
 
 
 def _mib(size_bytes: int) -> str:

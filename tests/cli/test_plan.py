@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from kvs_cli.plan import plan as making
 from kvs_cli.plan import plot
+from kvs_cli.plan.text import digits3
 from kvs_core.device.host.device import HostDevice
 from kvs_core.engine.engine import Engine
 from kvs_core.engine.forecast import Rates
@@ -119,9 +121,47 @@ def test_drafts(kvs: Kvs, tiny_qwen35: Path, flags: tuple[str, ...], tokens: flo
     if tokens is None:
         assert point["tokens_per_s"] is None
         text = kvs("plan", tiny_qwen35, *SMALL, *drafting).out
-        assert f"{point['rounds_per_s']:.1f} to {4 * point['rounds_per_s']:.1f}" in text
+        assert f"{digits3(point['rounds_per_s'])} to {digits3(4 * point['rounds_per_s'])}" in text
     else:
         assert point["tokens_per_s"] == pytest.approx(tokens * point["rounds_per_s"])
+
+
+@pytest.mark.parametrize(("value", "text"), [
+    (0.012345, "0.0123"), (1.0, "1.00"), (9.996, "10.0"), (12.345, "12.3"), (99.96, "100"), (123.4, "123"),
+    (12345.6, "12,300")])
+def test_three_significant_digits(value: float, text: str) -> None:
+    """Whatever the size; what rounds up to the next power of ten has no fourth."""
+    assert digits3(value) == text
+
+
+@pytest.mark.parametrize("factor", [1.0, 1e-4, 1e3])
+def test_tokens_per_second_have_three_digits(
+    kvs: Kvs, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, factor: float
+) -> None:
+    """Of slow devices as of fast ones; in JSON all digits stay."""
+    rates = replace(RATES, attention_bytes_per_s=1e8 * factor, weight_bytes_per_s={"": 1e9 * factor},
+                    link_bytes_per_s=1e8 * factor, layer_s=1e-4 / factor)
+    monkeypatch.setattr(making, "find_rates", lambda *_: Found(rates, kept=True))
+    speed = plan(kvs, tiny_llama)["points"][-1]["tokens_per_s"]
+    line = next(line for line in kvs("plan", tiny_llama, *SMALL).out.splitlines() if "2,047  " in line)
+    assert line.split()[-1] == digits3(speed)
+    assert float(digits3(speed).replace(",", "")) != speed
+
+
+def test_measured_anew(kvs: Kvs, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``--measure`` drops what was kept, once and before any rate is asked for; not of a model that does not fit."""
+    done: list[str] = []
+    monkeypatch.setattr(making, "forget_rates", lambda device: done.append(device.name))
+    monkeypatch.setattr(making, "find_rates", lambda *_: done.append("rates") or Found(RATES, kept=False))
+    assert "measured now" in kvs("plan", tiny_llama, *SMALL).out
+    assert "cpu" not in done
+    done.clear()
+    assert kvs("plan", tiny_llama, *SMALL, "--measure").code == 0
+    assert (done[0], done.count("cpu")) == ("cpu", 1)
+    done.clear()
+    monkeypatch.setattr(HostDevice, "free_bytes", lambda self: MIB)
+    assert "does not fit" in kvs("plan", tiny_llama, *SMALL, "--measure").error
+    assert done == []
 
 
 def test_text_for_people(kvs: Kvs, tiny_qwen35: Path) -> None:
