@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -71,7 +72,9 @@ def sweep(
     if (arena_mib is not None) + auto_max_arena + bool({"arena_mib", "pool_mib"} & parsed.explicit) > 1:
         raise SettingsError("--arena-mib, --auto-max-arena and the arena's or pool's other flags and variables exclude "
                             "each other; give one")
+    names = {"--ctx-size": "--contexts", "--spec-type": "--spec-types"}
     if arena_mib is not None:
+        names["--kv-stream-arena-mib"] = "--arena-mib"
         arguments += ["--kv-stream-arena-mib", str(arena_mib)]
     if "spec_adaptive" not in parsed.explicit:
         arguments += ["--spec-adaptive", "off"]   # a variant is what its name says, whether it pays or not
@@ -87,7 +90,7 @@ def sweep(
                             "leave it out")
     rows = run_sweep(SweepSettings(
         points(parse_contexts(contexts), variants, repeat), arguments, dict(os.environ), prompt, decode_tokens, output,
-        resume=resume, auto_max_arena=auto_max_arena,
+        resume=resume, auto_max_arena=auto_max_arena, flag_names=names,
     ))
     _end_of(rows)
 
@@ -118,6 +121,7 @@ def compare(
 
     kvs bench compare -m model.gguf --against-command 'llama-server -m {model} --port {port} -c {context}' --output out
     """
+    from kvs_cli.bench.checks import check_engine
     from kvs_cli.bench.compare import CompareSettings, run_compare, table
     from kvs_cli.open_model import open_model
     from kvs_cli.render import Screen, write_text
@@ -128,11 +132,14 @@ def compare(
     settings = engine_settings(parsed.values)
     text = _prompt(prompt_file)
     model = open_model(settings.model, Screen())
-    engines = run_compare(CompareSettings(
+    asked = CompareSettings(
         ctx.args, None if model.file.synthetic and not model.file.path.exists() else model.file.path, model.tokenizer,
         text, prompt_tokens, decode_tokens, rounds, output, addresses=against or (), commands=against_command or (),
         offloaded=against_offloaded, api_key=os.environ.get("OPENAI_API_KEY", ""),
-    ))
+    )
+    sized = replace(settings, context=replace(settings.context, ctx_size=asked.context_tokens))
+    check_engine(model, sized, "--prompt-tokens")
+    engines = run_compare(asked)
     write_text("\n".join(table(engines)) + "\n")
     failed = [engine for engine in engines if engine.error]
     if failed:

@@ -170,13 +170,17 @@ def test_two_real_servers_are_asked_in_turn(kvs: Kvs, tmp_path: Path) -> None:  
     (("--against-offloaded", "-c", "512"), "--prompt-tokens"),
     (("--against-offloaded", "--port", "1"), "--port"),
     (("--against-offloaded", "--prompt-file", "nowhere"), "nowhere"),
+    (("--against-offloaded", "-m", "nowhere.gguf"), "nowhere.gguf"),
+    (("--against-offloaded", "--prompt-tokens", "32768"),
+     "--prompt-tokens: that takes a context of 33024 tokens, the model was trained for 32768"),
+    (("--against-offloaded", "-m", "synthetic:tiny:q4_k", "--spec-type", "draft-mtp"), "has no MTP block"),
 ])
 def test_bad_flags_start_nothing(
     kvs: Kvs, tmp_path: Path, arguments: tuple[str, ...], error: str,  # noqa: F811
 ) -> None:
     """One line before any engine is started."""
     assert error in kvs("bench", "compare", "--output", tmp_path / "out", *arguments).error
-    assert not (tmp_path / "out" / "logs").exists()
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_offloaded_cache_says_what_it_lacks(kvs: Kvs, tmp_path: Path) -> None:  # noqa: F811

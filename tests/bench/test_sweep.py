@@ -21,6 +21,7 @@ from kvs_cli.bench.columns import COLUMNS
 from kvs_cli.bench.grid import parse_variants, points
 from kvs_cli.bench.store import read_csv
 from kvs_cli.bench.sweep import SweepSettings, run_sweep
+from kvs_core.errors import SettingsError
 from tests.bench.rows import FakeWorkers
 from tests.cli.conftest import Kvs, kvs  # noqa: F401
 
@@ -53,6 +54,19 @@ def test_a_failed_point_is_a_row(tmp_path: Path) -> None:
     assert (tmp_path / str(failed["log"])).read_text() == "point\n"
     assert "it broke, as asked for" in (tmp_path / "summary.md").read_text()
     assert (tmp_path / "prompt.txt").read_text() == "some text"
+
+
+@pytest.mark.usefixtures("no_plots")
+def test_a_wrong_line_does_not_touch_a_sweep(tmp_path: Path) -> None:
+    """What cannot be run on top of one leaves its files as they are."""
+    run_sweep(settings(tmp_path, (1024,)), run=FakeWorkers())
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    wrong = replace(settings(tmp_path, (1024, 65536)), resume=True)
+    workers = FakeWorkers()
+    with pytest.raises(SettingsError, match="trained for 32768"):
+        run_sweep(wrong, run=workers)
+    assert workers.jobs == []
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
 
 
 def test_an_interrupted_sweep_is_valid_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,11 +123,18 @@ def test_the_largest_arena_is_probed_once_per_point(tmp_path: Path) -> None:
     (("-m", "synthetic:tiny:q4_k", "--prompt-file", "x"), "--prompt-file"),
     (("-ctk", "q7_0"), "-ctk"),
     (("--mtp-lengths", "9"), "--mtp-lengths 9"),
+    (("-m", "nowhere.gguf"), "nowhere.gguf"),
+    (("-m", __file__), "GGUF"),
+    (("--contexts", "1024,65536"), "--contexts: that takes a context of 65536 tokens, the model was trained for 32768"),
+    (("--contexts", "256,1024"), "--contexts: a context of 256 tokens leaves 0"),
+    (("-m", "synthetic:tiny:q4_k", "--mtp-lengths", "0,2"), "or --spec-types draft-resident"),
+    (("--mtp-lengths", "7", "-ub", "4"), "verifying them takes 8 rows, the size given by --ubatch-size is 4"),
+    (("--gpu-layers", "1"), "--gpu-layers 1"),
 ])
 def test_bad_flags_are_one_line_and_run_nothing(
     kvs: Kvs, tmp_path: Path, arguments: tuple[str, ...], error: str,  # noqa: F811
 ) -> None:
-    """Said before anything is measured or written."""
+    """Said before anything is measured or written, also of a model or a context that no point could have."""
     assert error in kvs("bench", "sweep", "--output", tmp_path / "out", *arguments).error
     assert not (tmp_path / "out").exists()
 
@@ -172,7 +193,7 @@ def test_a_real_sweep_is_interrupted_and_finished(tmp_path: Path) -> None:
         assert float(str(row["decode_tps"])) > 0
         assert row["arena_mib"] == 1
         assert (tmp_path / "sweep" / str(row["log"])).stat().st_size > 0
-    assert all("arena too small" in str(row["error"]) for row in rows[4:])
+    assert all("arena too small: decode needs 2 MiB, --arena-mib is 1;" in str(row["error"]) for row in rows[4:])
     streamed = rows[3]
     assert float(str(streamed["streamed_mib_per_pass"])) > 0
     assert float(str(streamed["step_over_floor"])) == pytest.approx(
