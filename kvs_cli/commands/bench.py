@@ -140,10 +140,17 @@ def compare(
     sized = replace(settings, context=replace(settings.context, ctx_size=asked.context_tokens))
     check_engine(model, sized, "--prompt-tokens")
     engines = run_compare(asked)
-    write_text("\n".join(table(engines)) + "\n")
+    others = engines[1:]
     failed = [engine for engine in engines if engine.error]
+    if any(engine.rounds for engine in others):
+        write_text("\n".join(table(engines)) + "\n")
+    if all(engine.error for engine in others):
+        done = max(len(engine.rounds) for engine in others)
+        said = "; ".join(f"{engine.name}: {engine.error}" for engine in others)
+        raise SettingsError(f"nothing is left to compare kvs with after {done} of {rounds} rounds: {said}")
     if failed:
-        raise SettingsError(f"{failed[0].name}: {failed[0].error}")
+        raise SettingsError(f"{len(failed)} of {len(engines)} engines failed, the first: {failed[0].name}: "
+                            f"{failed[0].error}")
 
 
 @app.command()
