@@ -8,7 +8,6 @@ from kvs_cli.plan.plan import Plan
 from kvs_core.engine.budget import arena_for
 from kvs_core.engine.forecast import Point
 from kvs_core.memory.phases import Phase
-from kvs_core.models.recurrent import state_bytes
 from kvs_core.units import mib_ceil
 
 Section = dict[str, Any]
@@ -38,7 +37,7 @@ def facts(plan: Plan) -> Section:
             "needed_bytes": plan.needed_bytes,
             "host_needed_bytes": plan.host_needed_bytes,
             "weights_bytes": setup.weights.size_bytes,
-            "state_bytes": state_bytes(plan.model.spec),
+            "state_bytes": setup.state_bytes,
             "arena_bytes": memory.arena_bytes,
             "arena_is_chosen": kv.arena_mib in (None, "auto") and kv.pool_mib is None,
             "least_arena_mib": mib_ceil(arena_for(memory, budget.need.least_slots)),

@@ -13,7 +13,6 @@ from kvs_core.engine.forecast import Point, Rounds, Setup, contexts, forecast
 from kvs_core.engine.held import held_on_cuda, held_on_host, held_weights
 from kvs_core.engine.rates import Found, find_rates, forget_rates
 from kvs_core.errors import BudgetError, CapabilityError
-from kvs_core.models.recurrent import state_bytes
 from kvs_core.settings import EngineSettings, KvSettings
 from kvs_core.units import MIB, mib_ceil
 
@@ -53,7 +52,7 @@ class Plan:
     @property
     def needed_bytes(self) -> int:
         """Of the device: weights, recurrent state, arena."""
-        return _needed_bytes(self.model, self.setup)
+        return _needed_bytes(self.setup)
 
     @property
     def history_bytes(self) -> int:
@@ -72,7 +71,7 @@ def make_plan(model: OpenModel, settings: EngineSettings, device: Device, *, mea
     ram_bytes = free_bytes if device.is_host else available_ram_bytes()
     setup = _setup(model, settings, settings.kv, device, free_bytes)
     device.capabilities.check(setup.budget.geometry)
-    _check_fits(model, setup, device, free_bytes, ram_bytes)
+    _check_fits(setup, device, free_bytes, ram_bytes)
     if measure:
         forget_rates(device)
     found = find_rates(device, settings.kv)
@@ -96,23 +95,24 @@ def _setup(
     drafting.check(model.spec)
     held = held_on_host(free_bytes) if device.is_host else held_on_cuda
     weights = held_weights(model.file, model.spec, held, nextn=drafting.nextn, table=device.is_host)
+    loaded = weights.size_bytes + drafting.table_bytes(model.spec)
     budget = plan_budget(
-        model.spec, settings.context, kv, free_bytes=max(0, free_bytes - weights.size_bytes),
+        model.spec, settings.context, kv, free_bytes=max(0, free_bytes - loaded),
         device=BudgetDevice.of(device), drafting=drafting,
     )
     return Setup.of(model.spec, budget, kv, weights, drafting)
 
 
-def _needed_bytes(model: OpenModel, setup: Setup) -> int:
-    return setup.weights.size_bytes + state_bytes(model.spec) + setup.budget.memory.arena_bytes
+def _needed_bytes(setup: Setup) -> int:
+    return setup.weights.size_bytes + setup.state_bytes + setup.budget.memory.arena_bytes
 
 
-def _check_fits(model: OpenModel, setup: Setup, device: Device, free_bytes: int, ram_bytes: int) -> None:
+def _check_fits(setup: Setup, device: Device, free_bytes: int, ram_bytes: int) -> None:
     """``BudgetError`` that says what does not fit, and by how much: what the device holds, or the history of a full
     context beside it (on the host) or in host memory."""
-    needed, history = _needed_bytes(model, setup), _history_bytes(setup)
+    needed, history = _needed_bytes(setup), _history_bytes(setup)
     parts = (f"weights of {mib_ceil(setup.weights.size_bytes)} MiB, recurrent state of "
-             f"{mib_ceil(state_bytes(model.spec))} MiB and an arena of {mib_ceil(setup.budget.memory.arena_bytes)} MiB")
+             f"{mib_ceil(setup.state_bytes)} MiB and an arena of {mib_ceil(setup.budget.memory.arena_bytes)} MiB")
     lacks, smaller = [], "arena, --ctx-size or model"
     if needed > free_bytes:
         lacks.append(f"{parts} need {mib_ceil(needed)} MiB, {device.name} has {free_bytes // MIB} MiB free: "
@@ -146,7 +146,7 @@ def _alternatives(
     exact = replace(setup.kv, arena_mib=arena_mib, pool_mib=None)
     changes = []
     full_mib = mib_ceil(arena_for(setup.budget.memory, setup.budget.need.all_slots))
-    if end.placement.streamed_pages and _needed_bytes(model, setup) + _STEP_MIB * MIB <= free_bytes:
+    if end.placement.streamed_pages and _needed_bytes(setup) + _STEP_MIB * MIB <= free_bytes:
         more_mib = min(arena_mib + _STEP_MIB, full_mib)
         changes.append((f"arena of {more_mib} MiB", replace(exact, arena_mib=more_mib)))
     for type_k, type_v in _KV_PAIRS:
@@ -156,7 +156,7 @@ def _alternatives(
         try:
             other = _setup(model, settings, kv, device, free_bytes)
             device.capabilities.check(other.budget.geometry)
-            _check_fits(model, other, device, free_bytes, ram_bytes)
+            _check_fits(other, device, free_bytes, ram_bytes)
             yield Alternative(name, kv, forecast(other, find_rates(device, kv).rates, end.tokens, rounds))
         except BudgetError:
             yield Alternative(name, kv, None)

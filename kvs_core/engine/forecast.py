@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from kvs_core.engine.budget import Budget, Drafting
 from kvs_core.memory.phases import Phase
+from kvs_core.models.recurrent import state_bytes
 from kvs_core.models.spec import ModelSpec
 from kvs_core.paging.geometry import GROUP_PAGES
 from kvs_core.paging.residency import Observation, ResidencyConfig, ResidencyState, residency_step
@@ -140,13 +141,15 @@ class Rounds:
 class Setup:
     """One model, one cache, one arena.
 
-    layers    of the trunk, of every kind
-    favoured  of the layers with K and V, the last ones, that are the MTP block's
+    state_bytes  of the device, beside weights and arena: recurrent state, and what the MTP block keeps
+    layers       of the trunk, of every kind
+    favoured     of the layers with K and V, the last ones, that are the MTP block's
     """
 
     budget: Budget
     kv: KvSettings
     weights: Weights
+    state_bytes: int
     layers: int
     kv_layers: int
     favoured: int = 0
@@ -157,7 +160,8 @@ class Setup:
         """As the engine will have it."""
         layers = len(drafting.kv_layers(spec))
         favoured = layers - len(spec.kv_layers)
-        return Setup(budget, kv, weights, spec.n_layer, layers, favoured, drafting.head_pages)
+        state = state_bytes(spec) + drafting.table_bytes(spec)
+        return Setup(budget, kv, weights, state, spec.n_layer, layers, favoured, drafting.head_pages)
 
     @property
     def trunk_kv_layers(self) -> int:
@@ -213,8 +217,16 @@ def place(setup: Setup, rates: Rates, tokens: int, rows: int) -> Placement:
     pages = geometry.pages_of(tokens + rows)
     # The policy's own measure of the gap between two attention layers: a step that streams nothing, over its layers.
     gap_s = _kernels_s(setup, rates, 0, 1, runs=0) / setup.kv_layers
-    seen = Observation(pages, tokens // geometry.page_tokens, budget.memory.slots(Phase.DECODE), gap_s)
-    state = residency_step(config, ResidencyState(cuts=(0,) * setup.kv_layers), seen)
+    cuts: tuple[int, ...] = (0,) * setup.kv_layers
+    # A prompt of so many tokens is read first: not all that a smaller pool gave up then comes back.
+    for phase, first, last in (
+        (Phase.PREFILL, max(0, tokens - budget.context.ubatch_tokens), tokens), (Phase.DECODE, tokens, tokens + rows)
+    ):
+        seen = Observation(
+            geometry.pages_of(last), first // geometry.page_tokens, budget.memory.slots(phase), gap_s
+        )
+        state = residency_step(config, ResidencyState(cuts), seen)
+        cuts = state.cuts
     streamed = [config.streamed(cut) for cut in state.cuts]
     count = sum(map(len, streamed))
     runs = 0

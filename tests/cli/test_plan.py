@@ -14,6 +14,7 @@ from kvs_cli.plan import plan as making
 from kvs_cli.plan import plot
 from kvs_cli.plan.text import digits3
 from kvs_core.device.host.device import HostDevice
+from kvs_core.engine.budget import Drafting
 from kvs_core.engine.engine import Engine
 from kvs_core.engine.forecast import Rates
 from kvs_core.engine.rates import Found
@@ -52,15 +53,17 @@ def plan(kvs: Kvs, path: Path, *flags: str) -> dict[str, Any]:
     return kvs("plan", path, *SMALL, *flags, "--json").json
 
 
-@pytest.mark.parametrize("arch", ["tiny_llama", "tiny_qwen35"])
-def test_memory_is_what_the_engine_takes(kvs: Kvs, request: pytest.FixtureRequest, arch: str) -> None:
-    """Arena, pool, workspaces and recurrent state are those of an engine with the same settings."""
+@pytest.mark.parametrize(("arch", "drafts"), [("tiny_llama", False), ("tiny_qwen35", False), ("tiny_qwen35", True)])
+def test_memory_is_what_the_engine_takes(
+    kvs: Kvs, request: pytest.FixtureRequest, arch: str, drafts: bool
+) -> None:
+    """Arena, pool, workspaces and state (the MTP block's too) are those of an engine with the same settings."""
     path = request.getfixturevalue(arch)
-    facts = plan(kvs, path, "--kv-stream-arena-mib", "1")
+    facts = plan(kvs, path, "--kv-stream-arena-mib", "1", *(("--spec-type", "draft-mtp") if drafts else ()))
     memory = facts["memory"]
     engine = Engine(
         GgufFile.open(path), HostDevice(1), context=ContextSettings(ctx_size=2048, ubatch=64),
-        kv=KvSettings("q8_0", "q4_0", 32, arena_mib=1), rope=RopeSettings(),
+        kv=KvSettings("q8_0", "q4_0", 32, arena_mib=1), rope=RopeSettings(), drafting=Drafting(nextn=drafts),
     )
     try:
         assert memory["arena_bytes"] == engine.memory.arena_bytes == MIB
