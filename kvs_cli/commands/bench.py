@@ -73,6 +73,8 @@ def sweep(
         raise SettingsError("--arena-mib, --auto-max-arena and the arena's or pool's other flags and variables exclude "
                             "each other; give one")
     names = {"--ctx-size": "--contexts", "--spec-type": "--spec-types"}
+    if "spec_draft_n_max" not in parsed.explicit and (mtp_lengths is None) != (spec_types is None):
+        names["--spec-draft-n-max"] = "--mtp-lengths" if spec_types is None else "--spec-types"
     if arena_mib is not None:
         names["--kv-stream-arena-mib"] = "--arena-mib"
         arguments += ["--kv-stream-arena-mib", str(arena_mib)]
