@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import chain, count
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -92,8 +93,8 @@ class Measured:
 def run_compare(settings: CompareSettings) -> list[Measured]:
     """Run it and write ``compare.csv``, ``compare.json`` and ``compare.md``. Raises ``KvsError``.
 
-    An engine that fails is left out from then on, with its error. ``KeyboardInterrupt`` passes on when what there is is
-    written.
+    An engine that fails is left out from then on, with its error; where none but kvs is left, that is the end.
+    ``KeyboardInterrupt`` passes on when what there is is written.
     """
     text = _prompt(settings)
     prompts = [f"{number}. {text}" for number in range(1 + settings.rounds)]
@@ -120,6 +121,8 @@ def run_compare(settings: CompareSettings) -> list[Measured]:
                     ask(warm, _WARM_DECODED)
                     engines[-1] = (measured, ask)
             for number, prompt in enumerate(prompts[1:], 1):
+                if all(measured.error for measured, _ in engines[1:]):
+                    break
                 for measured, ask in engines:
                     if ask is None or measured.error:
                         continue
@@ -167,23 +170,25 @@ def _engines(settings: CompareSettings, logs: Path) -> Iterator[tuple[str, Calla
     yield _OURS, lambda: _server(
         [sys.executable, "-c", _KVS, "serve", *settings.arguments, "--ctx-size", str(context), "--host", "127.0.0.1",
          "--port", str(ours)], ours, logs / "kvs.log")
-    names: dict[str, int] = {}
+    names = {_OURS}
 
     def unique(name: str) -> str:
-        names[name] = names.get(name, 0) + 1
-        return name if names[name] == 1 else f"{name} #{names[name]}"
+        numbered = chain([name], (f"{name}-{number}" for number in count(2)))
+        found = next(each for each in numbered if each not in names)
+        names.add(found)
+        return found
 
     for template in settings.commands:
         port = free_port()
         words = command_of(template, model=settings.model, port=port, context=context)
         name = unique(Path(words[0]).name)
-        log = logs / f"{name.replace(' ', '-')}.log"
+        log = logs / f"{name}.log"
         yield name, lambda words=words, port=port, log=log: _server(words, port, log)   # type: ignore[misc]
     for address in settings.addresses:
         yield unique(address.partition("://")[2]), lambda address=address: _address(   # type: ignore[misc]
             address, settings.api_key)
     if settings.offloaded:
-        yield "transformers, offloaded", lambda: _offloaded(settings, logs / "offloaded.log")
+        yield unique("transformers, offloaded"), lambda: _offloaded(settings, logs / "offloaded.log")
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
@@ -28,6 +28,7 @@ _ASK_S = 5              # for what a server knows at once
 _ANSWER_S = 3600        # between two pieces: the first comes behind the whole prompt
 _READY_S = 1800         # to load a model
 _END_S = 30
+_ENDING_S = 1
 _MOST_BYTES = 1 << 20   # of a line, or of an answer that is not streamed
 
 
@@ -51,9 +52,13 @@ class Timed:
 
 
 class Endpoint:
-    """A server at an address. ``api_key``: a bearer token that it wants, or empty."""
+    """A server at an address.
 
-    def __init__(self, url: str, api_key: str = "") -> None:
+    api_key  a bearer token that it wants, or empty
+    ended    says how the server's process has ended; empty: it has not, or there is none that is known
+    """
+
+    def __init__(self, url: str, api_key: str = "", *, ended: Callable[[], str] = str) -> None:
         """SettingsError for what is no http or https address."""
         wrong = SettingsError(f"--against {shown(url)}: give an address such as http://127.0.0.1:8080")
         try:
@@ -69,6 +74,7 @@ class Endpoint:
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._native: bool | None = None
+        self._ended = ended
 
     def is_ready(self) -> bool:
         """Whether it answers, with a model loaded."""
@@ -83,8 +89,11 @@ class Endpoint:
             if self._native is None:
                 self._native = self._get("/props")[0] in (200, 401, 403)
             return self._time(prompt, decode_tokens)
-        except (OSError, HTTPException, ValueError) as error:
-            raise EngineError(f"{type(error).__name__}: {error}"[:300]) from None
+        except (OSError, HTTPException, ValueError, EngineError) as error:
+            said = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"[:300]
+            if ended := self._ended():
+                raise EngineError(ended) from None
+            raise EngineError(said if self.is_ready() else f"it does not answer any more: {said}") from None
 
     def _time(self, prompt: str, decode_tokens: int) -> Timed:
         body: dict[str, Any] = {"prompt": prompt, "temperature": 0, "stream": True, "ignore_eos": True,
@@ -148,18 +157,24 @@ def started(command: Sequence[str], port: int, log: Path) -> Iterator[Endpoint]:
 
     Raises EngineError if it ends or does not get ready.
     """
-    endpoint = Endpoint(f"http://127.0.0.1:{port}")
     with log.open("ab") as lines:
         try:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=lines, stderr=lines,
                                        start_new_session=True)
         except OSError as error:
             raise EngineError(f"{command[0]}: {error.strerror or error}") from None
+
+    def ended() -> str:
+        with suppress(subprocess.TimeoutExpired):   # its connections close a little before it ends
+            return f"{command[0]} ended with code {process.wait(_ENDING_S)}; {log} says why"
+        return ""
+
+    endpoint = Endpoint(f"http://127.0.0.1:{port}", ended=ended)
     try:
         end = time.monotonic() + _READY_S
         while not endpoint.is_ready():
             if process.poll() is not None:
-                raise EngineError(f"{command[0]} ended with code {process.returncode}; {log} says why")
+                raise EngineError(ended())
             if time.monotonic() > end:
                 raise EngineError(f"{command[0]} is not ready after {_READY_S} s; {log} may say why")
             time.sleep(0.1)

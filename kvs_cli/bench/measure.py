@@ -15,6 +15,7 @@ from time import perf_counter
 
 import numpy as np
 
+from kvs_cli.bench.checks import FLOOR_ROUNDS, FLOOR_WARM_ROUNDS, WARM_ROUNDS, prompt_room
 from kvs_cli.bench.columns import Row
 from kvs_cli.open_model import OpenModel
 from kvs_cli.prompt import read_text_file
@@ -22,8 +23,8 @@ from kvs_core.engine.engine import Engine
 from kvs_core.engine.measuring import fill_context, random_tokens, without_copies
 from kvs_core.engine.round import run_round
 from kvs_core.engine.session import Session
-from kvs_core.engine.speculation import MOST_DRAFTED, Speculation, make_speculation
-from kvs_core.errors import ContextError, SettingsError
+from kvs_core.engine.speculation import Speculation, make_speculation
+from kvs_core.errors import SettingsError
 from kvs_core.memory.phases import Phase
 from kvs_core.sampling.chain import Sampler
 from kvs_core.sampling.params import SamplingParams
@@ -33,10 +34,6 @@ from kvs_core.units import MIB
 CHARS_PER_TOKEN = 16
 """More than any text has on average."""
 
-WARM_ROUNDS = 12
-FLOOR_WARM_ROUNDS, FLOOR_ROUNDS = 2, 8
-_RESERVED_ROUNDS = WARM_ROUNDS + FLOOR_WARM_ROUNDS + FLOOR_ROUNDS
-_LEAST_PROMPT = 64
 _FILL_TOKENS = 1024     # read, and repeated as the pages of a filled context
 _END_TOKENS = 2048      # read behind a filled context: their rate is the rate at that depth
 
@@ -55,26 +52,13 @@ class Reading:
         return len(self.base) + len(self.prompt)
 
 
-def reserved_tokens(decode_tokens: int) -> int:
-    """Of a context, those that decoding may need, warm-up and the rounds without copies included. The same for every
-    variant, so that all have the same prompt."""
-    return decode_tokens + _RESERVED_ROUNDS * (1 + MOST_DRAFTED)
-
-
 def plan_reading(engine: Engine, model: OpenModel, prompt_file: Path | None, decode_tokens: int) -> Reading:
     """What to read so that decoding ends near the end of the context.
 
     prompt_file  its text is read; None: the context is filled. Raises ContextError, SettingsError
     """
     context = engine.context.context_tokens
-    room = context - reserved_tokens(decode_tokens)
-    if room < _LEAST_PROMPT:
-        raise ContextError(
-            f"a context of {context} tokens leaves {max(0, room)} for the prompt beside {decode_tokens} timed tokens "
-            f"and {context - room - decode_tokens} for warm-up; use at least "
-            f"{reserved_tokens(decode_tokens) + _LEAST_PROMPT} with --contexts",
-            prompt_tokens=_LEAST_PROMPT, context_tokens=context,
-        )
+    room = prompt_room(context, decode_tokens)
     if prompt_file is not None:
         text = read_text_file(prompt_file, "prompt")[: room * CHARS_PER_TOKEN]
         tokens = model.tokenizer.encode(text)

@@ -11,26 +11,29 @@ from pathlib import Path
 
 from kvs_cli.bench.columns import COLUMNS, Cell, Row
 from kvs_core.errors import SettingsError
+from kvs_core.settings.kinds import shown
 
 
 class RowStore:
     """The rows of one folder, in the order in which they were finished."""
 
     def __init__(self, folder: Path, *, resume: bool) -> None:
-        """Makes the folder. Raises SettingsError if it cannot be, or holds a measured row and ``resume`` is not given.
+        """Makes the folder. Raises SettingsError if it cannot be, holds a measured row and ``resume`` is not given, or
+        one with other columns: then nothing is touched.
 
         With ``resume`` rows without error are kept; failed ones, and a row that was cut short, are dropped.
         """
         self._jsonl, self._csv = folder / "sweep.jsonl", folder / "sweep.csv"
         self.rows: list[Row] = []
         try:
-            (folder / "logs").mkdir(parents=True, exist_ok=True)
             if self._jsonl.exists():
                 rows = [row for row in read_jsonl(self._jsonl) if not row.get("error")]
                 if rows and not resume:
                     raise SettingsError(f"{folder}: holds a sweep already; add --resume to go on with it, or give "
                                         "another --output")
+                _check_columns(self._jsonl, rows)
                 self.rows = rows
+            (folder / "logs").mkdir(parents=True, exist_ok=True)
             _replace(self._jsonl, "".join(map(_line, self.rows)))
             self._write_csv()
         except OSError as error:
@@ -61,6 +64,14 @@ class RowStore:
         for row in self.rows:
             lines.append(_csv_line([_text(row.get(name)) for name in COLUMNS]))
         _replace(self._csv, "\n".join(lines) + "\n")
+
+
+def _check_columns(path: Path, rows: Sequence[Row]) -> None:
+    for row in rows:
+        if others := sorted(row.keys() ^ COLUMNS.keys()):
+            has = "has a column" if others[0] in row else "lacks the column"
+            raise SettingsError(f"{path}: a row {has} {shown(others[0])}, so another version of kvs has written it; go "
+                                "on with that one, or give another --output")
 
 
 def read_jsonl(path: Path) -> list[Row]:

@@ -12,11 +12,12 @@ import json
 import logging
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kvs_cli.bench.arenas import FoundArena, find_arena
+from kvs_cli.bench.checks import check_engine, prompt_room
 from kvs_cli.bench.columns import Row
 from kvs_cli.bench.grid import Point
 from kvs_cli.bench.machine import host_facts
@@ -25,7 +26,11 @@ from kvs_cli.bench.processes import RunJob, run_job
 from kvs_cli.bench.progress import PointProgress
 from kvs_cli.bench.store import RowStore, write_text
 from kvs_cli.bench.summary import summary
+from kvs_cli.flag_names import with_flags
+from kvs_cli.open_model import open_model
 from kvs_cli.options import parse
+from kvs_cli.render import Screen
+from kvs_core.errors import KvsError, SettingsError
 from kvs_core.settings import EngineSettings, SyntheticModel
 from kvs_core.settings.typed import engine_settings
 
@@ -40,6 +45,7 @@ class SweepSettings:
     environ         variables that do
     prompt          the text that every point begins with; None: contexts are filled (synthetic models)
     auto_max_arena  each point gets the largest arena that works
+    flag_names      what the sweep's own flags are called that stand for flags of ``kvs run``, for errors
     """
 
     points: Sequence[Point]
@@ -50,13 +56,24 @@ class SweepSettings:
     output: Path
     resume: bool = False
     auto_max_arena: bool = False
+    flag_names: Mapping[str, str] = field(default_factory=dict)
+
+    def arguments_of(self, point: Point) -> list[str]:
+        """The point's flags: its own come last, so they count."""
+        return [*self.arguments, *point.variant.arguments, "--ctx-size", str(point.context_tokens)]
+
+    def engine(self, arguments: Sequence[str]) -> EngineSettings:
+        """What these flags and the variables say."""
+        return engine_settings(parse(arguments, self.environ, "run").values)
 
 
 def run_sweep(settings: SweepSettings, *, run: RunJob = run_job) -> list[Row]:
     """Run it, and write everything; the rows of the folder. Raises ``KvsError``.
 
-    ``KeyboardInterrupt`` passes on, when plots and summary of what is finished are written.
+    Nothing is written before the model is open and every point is known to suit it. ``KeyboardInterrupt`` passes on,
+    when plots and summary of what is finished are written.
     """
+    _check(settings)
     store = RowStore(settings.output, resume=settings.resume)
     prompt_file = None
     if settings.prompt is not None:
@@ -70,6 +87,18 @@ def run_sweep(settings: SweepSettings, *, run: RunJob = run_job) -> list[Row]:
     finally:
         write_report(settings.output, store.rows)
     return store.rows
+
+
+def _check(settings: SweepSettings) -> None:
+    told = dict.fromkeys(tuple(settings.arguments_of(point)) for point in settings.points)   # repeats are told alike
+    engines = list(map(settings.engine, told))
+    model = open_model(engines[0].model, Screen(), engines[0].rope)
+    try:
+        for engine in engines:
+            context = check_engine(model, engine, "--contexts")
+            prompt_room(context.context_tokens, settings.decode_tokens)
+    except KvsError as error:
+        raise SettingsError(with_flags(str(error), settings.flag_names)) from None
 
 
 def write_report(folder: Path, rows: Sequence[Row]) -> None:
@@ -87,7 +116,7 @@ class _Sweep:
 
     def run(self) -> None:
         settings, done = self._settings, self._store.keys
-        planned = [(point, self._job(point)) for point in settings.points]
+        planned = [(point, settings.arguments_of(point)) for point in settings.points]
         keyed = [(point, job, self._key(point, job)) for point, job in planned]
         waiting = [entry for entry in keyed if entry[2] not in done]
         if len(waiting) < len(keyed):
@@ -99,10 +128,6 @@ class _Sweep:
                 self._store.add(row)
                 progress.end(_line(row))
 
-    def _job(self, point: Point) -> list[str]:
-        """The point's flags: its own come last, so they count."""
-        return [*self._settings.arguments, *point.variant.arguments, "--ctx-size", str(point.context_tokens)]
-
     def _measure(self, point: Point, arguments: list[str], key: str) -> Row:
         log = f"logs/{point.name}-{key[:6]}.log"
         path = self._settings.output / log
@@ -112,7 +137,7 @@ class _Sweep:
             found = self._arenas.get(tuple(arguments)) or find_arena(self._run, arguments, path)
             self._arenas[tuple(arguments)] = found
             if found.error:
-                return row | {"error": found.error}
+                return row | {"error": with_flags(found.error, self._settings.flag_names)}
             arguments = [*arguments, "--kv-stream-arena-mib", str(found.arena_mib)]
             row["arena_mib"] = found.arena_mib
         answer = self._run({
@@ -120,7 +145,7 @@ class _Sweep:
             "prompt_file": None if self._prompt_file is None else str(self._prompt_file),
         }, path)
         if "error" in answer:
-            return row | {"error": answer["error"]}
+            return row | {"error": with_flags(answer["error"], self._settings.flag_names)}
         if not answer["machine"].items() <= self._machine.items():
             self._machine |= answer["machine"]
             write_text(self._settings.output / "machine.json", json.dumps(self._machine, indent=1) + "\n")
@@ -128,7 +153,7 @@ class _Sweep:
         return row | measured
 
     def _parameters(self, point: Point, arguments: Sequence[str]) -> Row:
-        engine = self._engine(arguments)
+        engine = self._settings.engine(arguments)
         return {
             "context_capacity": point.context_tokens,
             "decode_tokens": self._settings.decode_tokens,
@@ -148,14 +173,11 @@ class _Sweep:
             "synthetic": isinstance(engine.model.source, SyntheticModel),
         }
 
-    def _engine(self, arguments: Sequence[str]) -> EngineSettings:
-        return engine_settings(parse(arguments, self._settings.environ, "run").values)
-
     def _key(self, point: Point, arguments: Sequence[str]) -> str:
         """Of everything that decides what is measured, wherever it was said."""
         settings = self._settings
         prompt = None if settings.prompt is None else hashlib.sha256(settings.prompt.encode()).hexdigest()
-        told = (repr(self._engine(arguments)), prompt, settings.decode_tokens, settings.auto_max_arena, point.repeat)
+        told = (repr(settings.engine(arguments)), prompt, settings.decode_tokens, settings.auto_max_arena, point.repeat)
         return hashlib.sha256(repr(told).encode()).hexdigest()[:16]
 
 

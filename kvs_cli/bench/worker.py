@@ -30,7 +30,7 @@ from kvs_cli.render import Screen
 from kvs_core.engine.budget import arena_for
 from kvs_core.engine.engine import Engine
 from kvs_core.engine.measuring import free_bytes
-from kvs_core.errors import KvsError, SettingsError
+from kvs_core.errors import KvsError
 from kvs_core.settings import EngineSettings, LoggingSettings
 from kvs_core.settings.typed import engine_settings
 from kvs_core.units import MIB, ceil_div
@@ -95,11 +95,6 @@ def _engine(arguments: list[str]) -> Iterator[tuple[OpenModel, EngineSettings, E
     settings = engine_settings(parsed.values)
     screen = Screen()
     model = open_model(settings.model, screen, settings.rope)
-    context = settings.context.plan(model.spec.n_ctx_train, model.spec.n_ctx_most)
-    if context.capped:
-        raise SettingsError(f"--contexts {settings.context.ctx_size}: the model was trained for "
-                            f"{model.spec.n_ctx_train} tokens; use no more, or "
-                            f"--override-kv {model.spec.arch}.context_length=int:N")
     with open_engine(model, settings, screen) as engine:
         yield model, settings, engine
 

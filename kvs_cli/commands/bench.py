@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from kvs_cli.bench.columns import Row
 from kvs_cli.commands import bench_quality
 from kvs_cli.logging import configure_logging
 from kvs_cli.options import Parsed, parse
@@ -70,7 +72,11 @@ def sweep(
     if (arena_mib is not None) + auto_max_arena + bool({"arena_mib", "pool_mib"} & parsed.explicit) > 1:
         raise SettingsError("--arena-mib, --auto-max-arena and the arena's or pool's other flags and variables exclude "
                             "each other; give one")
+    names = {"--ctx-size": "--contexts", "--spec-type": "--spec-types"}
+    if "spec_draft_n_max" not in parsed.explicit and (mtp_lengths is None) != (spec_types is None):
+        names["--spec-draft-n-max"] = "--mtp-lengths" if spec_types is None else "--spec-types"
     if arena_mib is not None:
+        names["--kv-stream-arena-mib"] = "--arena-mib"
         arguments += ["--kv-stream-arena-mib", str(arena_mib)]
     if "spec_adaptive" not in parsed.explicit:
         arguments += ["--spec-adaptive", "off"]   # a variant is what its name says, whether it pays or not
@@ -86,7 +92,7 @@ def sweep(
                             "leave it out")
     rows = run_sweep(SweepSettings(
         points(parse_contexts(contexts), variants, repeat), arguments, dict(os.environ), prompt, decode_tokens, output,
-        resume=resume, auto_max_arena=auto_max_arena,
+        resume=resume, auto_max_arena=auto_max_arena, flag_names=names,
     ))
     _end_of(rows)
 
@@ -117,6 +123,7 @@ def compare(
 
     kvs bench compare -m model.gguf --against-command 'llama-server -m {model} --port {port} -c {context}' --output out
     """
+    from kvs_cli.bench.checks import check_engine
     from kvs_cli.bench.compare import CompareSettings, run_compare, table
     from kvs_cli.open_model import open_model
     from kvs_cli.render import Screen, write_text
@@ -127,15 +134,25 @@ def compare(
     settings = engine_settings(parsed.values)
     text = _prompt(prompt_file)
     model = open_model(settings.model, Screen(), settings.rope)
-    engines = run_compare(CompareSettings(
+    asked = CompareSettings(
         ctx.args, None if model.file.synthetic and not model.file.path.exists() else model.file.path, model.tokenizer,
         text, prompt_tokens, decode_tokens, rounds, output, addresses=against or (), commands=against_command or (),
         offloaded=against_offloaded, api_key=os.environ.get("OPENAI_API_KEY", ""),
-    ))
-    write_text("\n".join(table(engines)) + "\n")
+    )
+    sized = replace(settings, context=replace(settings.context, ctx_size=asked.context_tokens))
+    check_engine(model, sized, "--prompt-tokens")
+    engines = run_compare(asked)
+    others = engines[1:]
     failed = [engine for engine in engines if engine.error]
+    if any(engine.rounds for engine in others):
+        write_text("\n".join(table(engines)) + "\n")
+    if all(engine.error for engine in others):
+        done = max(len(engine.rounds) for engine in others)
+        said = "; ".join(f"{engine.name}: {engine.error}" for engine in others)
+        raise SettingsError(f"nothing is left to compare kvs with after {done} of {rounds} rounds: {said}")
     if failed:
-        raise SettingsError(f"{failed[0].name}: {failed[0].error}")
+        raise SettingsError(f"{len(failed)} of {len(engines)} engines failed, the first: {failed[0].name}: "
+                            f"{failed[0].error}")
 
 
 @app.command()
@@ -179,10 +196,12 @@ def _prompt(file: Path | None) -> str:
     return benchmark_text()
 
 
-def _end_of(rows: Sequence[object]) -> None:
-    failed = sum(1 for row in rows if isinstance(row, dict) and row.get("error"))
-    if failed == len(rows) and rows:
-        raise SettingsError(f"all {failed} points failed; summary.md and the logs say why")
+def _end_of(rows: Sequence[Row]) -> None:
+    """``SettingsError`` if points failed, with the first one's reason: the files are whole, the sweep is not."""
+    failed = [row for row in rows if row.get("error")]
+    if failed:
+        raise SettingsError(f"{len(failed)} of {len(rows)} points failed, the first: {failed[0]['error']}; "
+                            f"{failed[0]['log']} says more, and --resume runs them again")
 
 
 bench_quality.register(app)

@@ -16,16 +16,18 @@ from typing import IO, Any
 import numpy as np
 
 from kvs_cli.ending import printable, writing
+from kvs_cli.flag_names import with_flags
 from kvs_cli.quality import llamacpp
 from kvs_cli.quality.distance import Bits, Distance, log_probs
 from kvs_cli.quality.setup import Bench, between
 from kvs_core.engine.budget import pool_need
 from kvs_core.engine.engine import Engine
+from kvs_core.engine.measuring import check_memory
 from kvs_core.engine.session import ubatches
-from kvs_core.errors import DeviceError, SettingsError
+from kvs_core.errors import BudgetError, DeviceError, SettingsError
 from kvs_core.memory.phases import Phase
 from kvs_core.paging.residency import ResidencyMode
-from kvs_core.settings import DeviceSettings
+from kvs_core.settings import DeviceSettings, KvSettings
 from kvs_core.settings.kinds import shown
 from kvs_core.units import MIB, Progress, mib_ceil
 
@@ -97,6 +99,24 @@ class Comparison:
         """Of the rows that are compared with other engines: the prompt's last."""
         return self.plan.prompt_tokens - 1
 
+    def check(self, engine: Engine, arenas_mib: Sequence[int], pools: Sequence[int]) -> None:
+        """``BudgetError`` or ``SettingsError`` for arenas, in MiB, and pools, in bytes, that the text could not be read
+        with, before any of it is: ``engine`` is the resident one."""
+        sizes: list[tuple[int | None, int | None]] = [
+            *((arena_mib, None) for arena_mib in arenas_mib), *((None, pool_bytes) for pool_bytes in pools)
+        ]
+        context = replace(self.bench.settings.context, ctx_size=self.context_tokens)
+        for arena_mib, pool_bytes in sizes:
+            try:
+                check_memory(engine, context, self._kv(arena_mib), pool_bytes=pool_bytes)
+            except BudgetError as error:
+                names = {} if self.plan.arenas_mib is None else {"--kv-stream-arena-mib": "--arenas-mib"}
+                raise BudgetError(with_flags(str(error), names), needed_mib=error.needed_mib,
+                                  given_mib=error.given_mib) from None
+
+    def _kv(self, arena_mib: int | None) -> KvSettings:
+        return replace(self.bench.settings.kv, residency_mode="adaptive", arena_mib=arena_mib, pool_mib=None)
+
     def record(self, engine: Engine) -> None:
         """Read the tokens and keep all logits."""
         for logits in self._read(engine, "resident"):
@@ -104,8 +124,7 @@ class Comparison:
 
     def with_memory(self, *, arena_mib: int | None = None, pool_bytes: int | None = None) -> dict[str, Any]:
         """The row of an arena, or of a pool."""
-        kv = replace(self.bench.settings.kv, residency_mode="adaptive", arena_mib=arena_mib, pool_mib=None)
-        settings = replace(self.bench.settings, kv=kv)
+        settings = replace(self.bench.settings, kv=self._kv(arena_mib))
         name = f"pool of {(pool_bytes or 0) / MIB:.2f} MiB" if arena_mib is None else f"arena of {arena_mib} MiB"
         bits = Bits()
         with self.bench.engine(self.context_tokens, settings, pool_bytes=pool_bytes) as engine:
@@ -187,8 +206,10 @@ def run_equivalence(bench: Bench, plan: Plan, text_file: Path | None) -> None:
         comparison = Comparison(bench, plan, tokens, context_tokens, Recording(file, n_vocab))
         with bench.engine(context_tokens, resident) as engine:
             device = engine.device_name
-            comparison.record(engine)
             pools = [kv.pool_mib * MIB] if kv.pool_mib else [] if arenas else _pools(engine, plan.tokens)
+            comparison.check(engine, arenas, pools)
+            bench.make_output()
+            comparison.record(engine)
         rows = [comparison.with_memory(arena_mib=arena_mib) for arena_mib in arenas]
         rows += [comparison.with_memory(pool_bytes=pool_bytes) for pool_bytes in pools]
         if device == CPU and CPU in others:
@@ -229,7 +250,7 @@ def _others(bench: Bench, plan: Plan) -> tuple[list[str], dict[str, str]]:
 
 def _pools(engine: Engine, tokens: int) -> list[int]:
     """Pools in bytes between the least that runs this context and the one that holds so many tokens."""
-    least = pool_need(engine.geometry, engine.kv_layers, engine.context, ResidencyMode.ADAPTIVE).least_slots
+    least = pool_need(engine.geometry, engine.spec.kv_layers, engine.context, ResidencyMode.ADAPTIVE).least_slots
     every = max(least, engine.kv_layers * engine.geometry.pages_of(tokens))
     slots = [least + (every - least) * part // _POOLS for part in range(_POOLS)]
     return [count * engine.geometry.page_bytes for count in dict.fromkeys(slots)]

@@ -61,6 +61,7 @@ def run_needle(bench: Bench, grid: NeedleGrid, text_file: Path | None) -> None:
     rows: list[dict[str, Any]] = []
     interrupted = False
     with bench.engine(context_tokens) as engine, bench.screen.stage("looking for needles", "tokens") as progress:
+        bench.make_output()
         session = Session(engine)
         done, total = 0, sum(len(prompt.tokens) for prompt in prompts)
         try:

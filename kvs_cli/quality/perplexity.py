@@ -147,6 +147,7 @@ def run_perplexity(bench: Bench, most_tokens: int, stride: int | None, text_file
     nats: list[np.ndarray] = []
     rows: list[dict[str, Any]] = []
     with bench.engine(window_tokens) as engine, bench.screen.stage("reading the text", "tokens") as progress:
+        bench.make_output()
         try:
             for number, window in enumerate(plan):
                 nats.append(score_window(engine, start, text, window))

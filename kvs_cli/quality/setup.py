@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from errno import EACCES, ENOTDIR
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ class Bench:
     """A bench at its start: the model is open, its weights are not read yet.
 
     settings  of the engine; drafters are left out, since nothing is drafted here
-    output    folder of the results, there and empty or not; None: none are written
+    output    folder of the results, which is made before the long work; None: none are written
     """
 
     name: str
@@ -57,7 +58,7 @@ class Bench:
 
     @staticmethod
     def begin(name: str, arguments: Sequence[str], *, output: Path | None, json: bool) -> Bench:
-        """Read the engine's settings, set up logging, make the folder and open the model. Raises ``KvsError``."""
+        """Read the engine's settings, set up logging and open the model. Raises ``KvsError``."""
         parsed = parse(arguments, os.environ, "run")
         _check_flags(name, arguments, parsed)
         configure_logging(logging_settings(parsed.values))
@@ -65,7 +66,7 @@ class Bench:
             LOGGER.warning("%s", notice)
         settings = replace(engine_settings(parsed.values), speculative=SpeculativeSettings())
         if output is not None:
-            make_folder(output)
+            _check_folder(output)
         screen = Screen.of(logging_settings(parsed.values))
         return Bench(name, settings, open_model(settings.model, screen, settings.rope), screen, output, json)
 
@@ -101,6 +102,18 @@ class Bench:
             "type_v": self.settings.kv.type_v,
             "page_tokens": self.settings.kv.page_tokens,
         }
+
+    def make_output(self) -> None:
+        """Make the folder of the results, and those above it. Raises ``SettingsError``.
+
+        When all else is known to be well, so that what is wrong leaves none behind; and before the work, so that hours
+        of it do not end where nothing can be written.
+        """
+        if self.output is not None:
+            try:
+                self.output.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise _unwritable(self.output, error) from None
 
     def write(self, summary: Row, rows: Sequence[Row]) -> None:
         """``NAME.csv`` with the rows and ``NAME.json`` with all of it, and with ``--json`` the object on stdout.
@@ -166,12 +179,13 @@ def _check_flags(name: str, arguments: Sequence[str], parsed: Parsed) -> None:
                             "--model, a text with --text-file")
 
 
-def make_folder(path: Path) -> None:
-    """Make the folder of the results, and those above it. Raises ``SettingsError``."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _unwritable(path, error) from None
+def _check_folder(path: Path) -> None:
+    """``SettingsError`` for a folder that cannot be made or written, as far as that shows before it is made."""
+    there = next(each for each in (path, *path.parents) if each.exists())
+    if not there.is_dir():
+        raise _unwritable(path, NotADirectoryError(ENOTDIR, f"{there} is no folder"))
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise _unwritable(path, PermissionError(EACCES, f"{there} takes no files"))
 
 
 def numbers(text: str, flag: str, *, least: int, most: int) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from kvs_core.engine.windows import Windows, plan_windows, sliding_pages
 from kvs_core.errors import BudgetError, CapabilityError, SettingsError
 from kvs_core.memory.phases import MemoryPlan, Phase, PhaseRequest, required_bytes
 from kvs_core.models.model import forward_buffers, logit_buffers, step_sizes
+from kvs_core.models.nextn import table_bytes
 from kvs_core.models.recurrent import MAX_ROWS, state_bytes
 from kvs_core.models.spec import LayerSpec, ModelSpec
 from kvs_core.paging.geometry import (
@@ -104,6 +105,10 @@ class Drafting:
     def kv_layers(self, spec: ModelSpec) -> tuple[LayerSpec, ...]:
         """The layers with keys and values, the MTP block's last."""
         return (*spec.kv_layers, *(spec.nextn if self.nextn else ()))
+
+    def table_bytes(self, spec: ModelSpec) -> int:
+        """Device bytes that it keeps beside the weights and the arena, loaded with the former."""
+        return table_bytes(spec.n_embd) if self.nextn else 0
 
     @property
     def head_pages(self) -> int:

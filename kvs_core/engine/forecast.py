@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from kvs_core.engine.budget import Budget, Drafting
 from kvs_core.memory.phases import Phase
+from kvs_core.models.recurrent import state_bytes
 from kvs_core.models.spec import ModelSpec
 from kvs_core.paging.geometry import GROUP_PAGES
 from kvs_core.paging.residency import Observation, ResidencyState, residency_step
@@ -140,24 +141,30 @@ class Rounds:
 class Setup:
     """One model, one cache, one arena.
 
-    layers    of the trunk, of every kind
-    favoured  of the layers with K and V, the last ones, that are the MTP block's
+    state_bytes  of the device, beside weights and arena: recurrent state, and what the MTP block keeps
+    layers       of the trunk, of every kind
+    favoured     of the layers with K and V, the last ones, that are the MTP block's
+    windows      keys that a row sees of each layer with K and V, 0: all
     """
 
     budget: Budget
     kv: KvSettings
     weights: Weights
+    state_bytes: int
     layers: int
     kv_layers: int
+    windows: tuple[int, ...]
     favoured: int = 0
     head_pages: int = 0
 
     @staticmethod
     def of(spec: ModelSpec, budget: Budget, kv: KvSettings, weights: Weights, drafting: Drafting) -> Setup:
         """As the engine will have it."""
-        layers = len(drafting.kv_layers(spec))
+        windows = tuple(layer.window for layer in drafting.kv_layers(spec))
+        layers = len(windows)
         favoured = layers - len(spec.kv_layers)
-        return Setup(budget, kv, weights, spec.n_layer, layers, favoured, drafting.head_pages)
+        state = state_bytes(spec) + drafting.table_bytes(spec)
+        return Setup(budget, kv, weights, state, spec.n_layer, layers, windows, favoured, drafting.head_pages)
 
     @property
     def trunk_kv_layers(self) -> int:
@@ -209,8 +216,16 @@ def place(setup: Setup, rates: Rates, tokens: int, rows: int) -> Placement:
     pages = geometry.pages_of(tokens + rows)
     # The policy's own measure of the gap between two attention layers: a step that streams nothing, over its layers.
     gap_s = _kernels_s(setup, rates, 0, 1, runs=0) / setup.kv_layers
-    seen = Observation(pages, tokens // geometry.page_tokens, budget.memory.slots(Phase.DECODE), gap_s)
-    state = residency_step(config, ResidencyState(cuts=(0,) * setup.kv_layers), seen)
+    cuts: tuple[int, ...] = (0,) * setup.kv_layers
+    # A prompt of so many tokens is read first: not all that a smaller pool gave up then comes back.
+    for phase, first, last in (
+        (Phase.PREFILL, max(0, tokens - budget.context.ubatch_tokens), tokens), (Phase.DECODE, tokens, tokens + rows)
+    ):
+        seen = Observation(
+            geometry.pages_of(last), first // geometry.page_tokens, budget.memory.slots(phase), gap_s
+        )
+        state = residency_step(config, ResidencyState(cuts), seen)
+        cuts = state.cuts
     streamed = [config.streamed(cut) for cut in state.cuts]
     count = sum(map(len, streamed))
     runs = 0
@@ -219,8 +234,9 @@ def place(setup: Setup, rates: Rates, tokens: int, rows: int) -> Placement:
             streamed, ring_slots=state.ring_slots, run_pages=config.run_pages_in(state.ring_slots)
         )
         runs = len(schedule.runs)
+    every = pages * setup.kv_layers - sum(state.first_pages)
     return Placement(
-        pages * setup.kv_layers, state.cuts, pages * setup.kv_layers - count, count, state.ring_slots, runs,
+        every, state.cuts, every - count, count, state.ring_slots, runs,
         count * geometry.page_bytes,
     )
 
@@ -245,11 +261,12 @@ def side_by_side(first_s: float, second_s: float) -> float:
 def _kernels_s(setup: Setup, rates: Rates, tokens: int, rows: int, runs: int) -> float:
     """A step's kernels: the trunk, the head, the MTP block's layer that follows; one more attention call per run."""
     weights = setup.weights
-    kv_bytes = setup.budget.geometry.token_bytes * (tokens + rows)
+    token_bytes = setup.budget.geometry.token_bytes
+    seen = [min(tokens + rows, window or tokens + rows) for window in setup.windows]
     return (
         sum(rates.multiply_s(part, rows) for part in (weights.trunk, weights.head, weights.nextn))
         + (setup.layers + setup.favoured) * rates.layer_s
-        + setup.kv_layers * rates.attend_s(kv_bytes, rows)
+        + sum(rates.attend_s(token_bytes * each, rows) for each in seen)
         + runs * (rates.run_s + (rates.run_rows_s if rows > 1 else 0.0))
     )
 
@@ -269,7 +286,8 @@ def _draft_s(setup: Setup, rates: Rates, tokens: int, placement: Placement, kind
         cuts = cuts[: setup.trunk_kv_layers]
         streamed_s = 0.0
         away = [geometry.page_tokens * (cut - min(setup.head_pages, cut)) for cut in cuts]
-        attention_s = sum(rates.attend_s(geometry.token_bytes * max(0, tokens - each), 1) for each in away)
+        seen = [min(tokens - each, window or tokens) for each, window in zip(away, setup.windows, strict=False)]
+        attention_s = sum(rates.attend_s(geometry.token_bytes * max(0, each), 1) for each in seen)
     multiply_s = sum(rates.multiply_s(part, 1) for part in parts)
     return max(multiply_s + layers * rates.layer_s + attention_s, streamed_s) + rates.draft_s
 

@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 
 from kvs_core.device.base import PASSED, Fence, PassedFence
+from kvs_core.engine.budget import BudgetDevice, plan_budget
 from kvs_core.engine.engine import Engine
 from kvs_core.memory.phases import Phase
+from kvs_core.settings.rooms import ContextSettings, KvSettings
 from kvs_core.units import MIB
 
 _STRIDE = 7            # from page to page; with the layer's number added, neighbours and layers hold different pages
@@ -31,6 +33,15 @@ def random_tokens(engine: Engine, count: int, seed: int = 0) -> np.ndarray:
 def free_bytes(engine: Engine) -> int:
     """Device memory that could be had now, beside all that the engine holds."""
     return engine._device.free_bytes()
+
+
+def check_memory(engine: Engine, context: ContextSettings, kv: KvSettings, *, pool_bytes: int | None = None) -> None:
+    """``BudgetError`` or ``SettingsError`` if an engine of the same model on the same device could not have these
+    settings. ``pool_bytes``: as in ``Engine``."""
+    plan_budget(
+        engine.spec, context, kv, free_bytes=free_bytes(engine), pool_bytes=pool_bytes,
+        device=BudgetDevice.of(engine._device),
+    )
 
 
 def fill_context(engine: Engine, tokens: int, prompt: Sequence[int]) -> None:

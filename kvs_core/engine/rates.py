@@ -34,6 +34,7 @@ from kvs_core.device.host.device import HostDevice
 from kvs_core.engine.engine import Engine
 from kvs_core.engine.forecast import IN_FILE, Rates
 from kvs_core.engine.held import FLOATS
+from kvs_core.errors import SettingsError
 from kvs_core.formats.gguf import TensorInfo
 from kvs_core.formats.quants import row_bytes
 from kvs_core.memory.phases import Phase
@@ -82,6 +83,25 @@ def find_rates(device: Device, kv: KvSettings) -> Found:
         f"{device.name}'s attention over K {kv.type_k} and V {kv.type_v}",
     )
     return Found(host_rates(machine | steps), machine_kept and steps_kept)
+
+
+def forget_rates(device: Device) -> None:
+    """Drop all that was kept for ``device``, with whatever K and V types: it is measured when it is needed next.
+
+    ``SettingsError`` if the folder does not let go of it.
+    """
+    facts = _facts(device)
+    for path in _folder().glob("*.json"):
+        try:
+            is_of_device = facts.items() <= json.loads(json.loads(path.read_text())["key"]).items()
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            continue   # damaged, so nobody takes it
+        if is_of_device:
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                raise SettingsError(f"rates cannot be measured anew: {path}: {error.strerror}; remove it, or set "
+                                    "KVS_CACHE_DIR to another folder") from None
 
 
 # On a GPU.
@@ -278,10 +298,14 @@ def _cpu_model() -> str:
     return next(named, platform.processor())
 
 
+def _folder() -> Path:
+    return cache_root() / "rates"
+
+
 def _find(facts: Mapping[str, object], measure: Callable[[], Numbers], what: str) -> tuple[dict[str, float], bool]:
     """Numbers that are true for ``facts``, and whether they were kept."""
     key = json.dumps(facts, sort_keys=True)
-    path = cache_root() / "rates" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+    path = _folder() / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
     numbers = _read(path, key)
     if numbers is not None:
         return numbers, True

@@ -17,6 +17,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from kvs_core.device.base import Buffer, Turn, Weight
 from kvs_core.device.workspace import BufferSpec
 from kvs_core.memory.phases import Phase
@@ -27,6 +29,11 @@ DRAFT_ROW = MAX_ROWS + 1
 """Row of the hidden table for what the block itself thought."""
 
 TABLE_ROWS = MAX_ROWS + 2
+
+
+def table_bytes(n_embd: int) -> int:
+    """Device bytes of the hidden table."""
+    return TABLE_ROWS * n_embd * np.dtype(ACTIVATION).itemsize
 
 
 @dataclass(frozen=True, slots=True, eq=False)

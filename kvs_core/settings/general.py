@@ -54,6 +54,11 @@ SETTINGS = (
     _prompt("plot", ("--plot",), PATH,
         "Draw the forecast over the context into this file, a PNG, SVG or PDF by its name.",
         commands=("plan",)),
+    _prompt("measure", ("--measure",), SWITCH,
+        "Measure the device's rates now. Else those are taken that an earlier kvs plan kept in ~/.cache/kvs/rates, or "
+        "$KVS_CACHE_DIR/rates; where the device, its driver or threads, or kvs's code for it has changed since then "
+        "they are measured in any case.",
+        default=False, commands=("plan",)),
     _prompt("n_probs", ("--n-probs",), integer(0, 1 << 20),
         "Report the log-probabilities of the N likeliest tokens at every step, in the result of --json.",
         default=0, unit="tokens", needs="json", needed_by=("run",)),

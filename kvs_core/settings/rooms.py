@@ -384,9 +384,15 @@ class InfoSettings:
 
 @dataclass(frozen=True, slots=True)
 class PlanSettings:
-    """One ``kvs plan``. json: print one JSON object instead of tables; plot: draw the forecast into this file too."""
+    """One ``kvs plan``.
+
+    json     print one JSON object instead of tables
+    plot     draw the forecast into this file too
+    measure  the device's rates now, whatever was kept
+    """
 
     engine: EngineSettings
     json: bool = False
     plot: Path | None = None
+    measure: bool = False
     logging: LoggingSettings = LoggingSettings()

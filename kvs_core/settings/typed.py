@@ -71,7 +71,8 @@ def plan_settings(values: Values, positionals: Sequence[str]) -> PlanSettings:
     """Settings of ``kvs plan``; ``positionals`` as of ``kvs info``. Raises SettingsError."""
     values = _with_model(values, positionals)
     return PlanSettings(
-        engine=engine_settings(values), json=values["json"], plot=values["plot"], logging=logging_settings(values)
+        engine=engine_settings(values), json=values["json"], plot=values["plot"], measure=values["measure"],
+        logging=logging_settings(values),
     )
 
 

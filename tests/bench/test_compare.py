@@ -14,14 +14,56 @@ from typing import Any
 
 import pytest
 
-from kvs_cli.bench.compare import Measured, table
+from kvs_cli.bench import compare
+from kvs_cli.bench.compare import CompareSettings, Measured, run_compare, table
 from kvs_cli.bench.endpoints import Endpoint, EngineError, Timed, command_of, free_port, started
+from kvs_cli.open_model import open_model
+from kvs_cli.render import Screen
+from kvs_core.bench_text import benchmark_text
 from kvs_core.demo import DEMO_MODEL
 from kvs_core.errors import SettingsError
+from kvs_core.settings import ModelSettings
 from tests.cli.conftest import Kvs, kvs  # noqa: F401
 
 MAIN = "import sys; from kvs_cli.app import main; sys.exit(main())"
 OTHER = f"{sys.executable} -c '{MAIN}' serve --device cpu -t 1 -m {{model}} --port {{port}} -c {{context}}"
+
+
+DYING = """#!{python}
+import json, os, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+left = int(sys.argv[2])
+
+class Answers(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path in ("/health", "/props") else 404)
+        self.end_headers()
+
+    def do_POST(self):
+        global left
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.send_response(200)
+        self.end_headers()
+        left -= 1
+        if left < 0:
+            os._exit(7)
+        last = {{"timings": {{"predicted_n": asked["n_predict"], "prompt_n": 64}}}}
+        for event in ({{"content": "a"}}, {{"content": "b"}}, last):
+            self.wfile.write(b"data: " + json.dumps(event).encode() + b"\\n\\n")
+            self.wfile.flush()
+
+HTTPServer(("127.0.0.1", int(sys.argv[1])), Answers).serve_forever()
+"""
+"""A server with llama-server's API that dies at a request: the one behind so many."""
+
+
+def compared(folder: Path, *, rounds: int, commands: tuple[str, ...]) -> CompareSettings:
+    """kvs, which cannot start, and servers of these commands."""
+    return CompareSettings(
+        ["--no-such-flag"], None, open_model(ModelSettings(None), Screen()).tokenizer, benchmark_text(), 64, 5, rounds,
+        folder / "out", commands=commands,
+    )
 
 
 class OpenAi(BaseHTTPRequestHandler):
@@ -147,6 +189,7 @@ def test_two_real_servers_are_asked_in_turn(kvs: Kvs, tmp_path: Path) -> None:  
                 "--against", f"http://127.0.0.1:{free_port()}", "--prompt-tokens", "64", "--decode-tokens", "6",
                 "--rounds", "2", "--output", out)
     assert ended.code == 1
+    assert "1 of 3 engines failed, the first: 127.0.0.1:" in ended.err.splitlines()[-1]
     assert "does not answer" in ended.err.splitlines()[-1]
     with (out / "compare.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -163,6 +206,56 @@ def test_two_real_servers_are_asked_in_turn(kvs: Kvs, tmp_path: Path) -> None:  
     assert ended.out == (out / "compare.md").read_text()
 
 
+def test_who_dies_is_left_out_and_the_others_go_on(tmp_path: Path) -> None:
+    """Engines of one name have names of their own, in the table, the CSV and the logs. One dies in its first round with
+    its reason, the other is asked in all rounds, and kvs, which does not start here, keeps nobody from it."""
+    program = tmp_path / "kvs"
+    program.write_text(DYING.format(python=sys.executable))
+    program.chmod(0o755)
+    template = f"{program} {{port}} "
+    engines = run_compare(compared(tmp_path, rounds=3, commands=(f"{template} 2", f"{template} 99", f"{template} 99")))
+    assert [engine.name for engine in engines] == ["kvs", "kvs-2", "kvs-3", "kvs-4"]
+    assert [len(engine.rounds) for engine in engines] == [0, 1, 3, 3]
+    assert "ended with code 7" in engines[1].error
+    assert engines[1].error.endswith("kvs-2.log says why")
+    assert engines[2].error == engines[3].error == ""
+    with (tmp_path / "out" / "compare.csv").open(newline="") as file:
+        names = [row["engine"] for row in csv.DictReader(file)]
+    assert names == ["kvs-2", "kvs-3", "kvs-4", "kvs-3", "kvs-4", "kvs-3", "kvs-4"]
+    assert "| kvs-4 | 3 | " in (tmp_path / "out" / "compare.md").read_text()
+    assert (tmp_path / "out" / "logs" / "kvs-4.log").exists()
+
+
+def test_kvs_is_not_measured_alone(
+    kvs: Kvs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,  # noqa: F811
+) -> None:
+    """Where nobody else is there, or is left, one line ends the comparison: kvs is asked no more."""
+    asked: list[int] = []
+
+    @contextmanager
+    def ours(*_: object) -> Iterator[compare.Ask]:
+        def ask(prompt: str, decode_tokens: int) -> Timed:
+            asked.append(decode_tokens)
+            return Timed(64, decode_tokens, 1.0, 1.0)
+
+        yield ask
+
+    monkeypatch.setattr(compare, "_server", ours)
+    nowhere = f"http://127.0.0.1:{free_port()}"
+    command = ("bench", "compare", "--device", "cpu", "--prompt-tokens", "64", "--decode-tokens", "5", "--rounds", "4",
+               "--output", tmp_path / "out")
+    said = kvs(*command, "--against", nowhere, "--against", nowhere).error
+    name = nowhere.removeprefix("http://")
+    silent = f"{nowhere} does not answer /health or /v1/models"
+    assert said == f"nothing is left to compare kvs with after 0 of 4 rounds: {name}: {silent}; {name}-2: {silent}"
+    assert 5 not in asked
+    warm_alone = USAGE.replace('"completion_tokens": 2', '"completion_tokens": 4')   # right for the warm-up's four
+    with openai(chunk("a"), chunk("b"), warm_alone) as (there, _):
+        ended = kvs(*command, "--against", f"http://127.0.0.1:{there._port}")
+    assert ended.error.startswith("nothing is left to compare kvs with after 0 of 4 rounds: 127.0.0.1:")
+    assert asked.count(5) == 1
+
+
 @pytest.mark.parametrize(("arguments", "error"), [
     ((), "nothing to compare with"),
     (("--against", "host:1"), "--against"),
@@ -170,19 +263,23 @@ def test_two_real_servers_are_asked_in_turn(kvs: Kvs, tmp_path: Path) -> None:  
     (("--against-offloaded", "-c", "512"), "--prompt-tokens"),
     (("--against-offloaded", "--port", "1"), "--port"),
     (("--against-offloaded", "--prompt-file", "nowhere"), "nowhere"),
+    (("--against-offloaded", "-m", "nowhere.gguf"), "nowhere.gguf"),
+    (("--against-offloaded", "--prompt-tokens", "32768"),
+     "--prompt-tokens: that takes a context of 33024 tokens, the model was trained for 32768"),
+    (("--against-offloaded", "-m", "synthetic:tiny:q4_k", "--spec-type", "draft-mtp"), "has no MTP block"),
 ])
 def test_bad_flags_start_nothing(
     kvs: Kvs, tmp_path: Path, arguments: tuple[str, ...], error: str,  # noqa: F811
 ) -> None:
     """One line before any engine is started."""
     assert error in kvs("bench", "compare", "--output", tmp_path / "out", *arguments).error
-    assert not (tmp_path / "out" / "logs").exists()
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_offloaded_cache_says_what_it_lacks(kvs: Kvs, tmp_path: Path) -> None:  # noqa: F811
     """transformers is optional, and its offloaded cache needs a GPU: one line says which is missing."""
     ended = kvs("bench", "compare", "--device", "cpu", "-t", "1", "-m", DEMO_MODEL, "--against-offloaded",
                 "--prompt-tokens", "64", "--decode-tokens", "2", "--rounds", "1", "--output", tmp_path)
-    assert ended.code == 1
-    assert "pip install transformers" in ended.err or "needs a GPU" in ended.err
-    assert len(list(csv.DictReader((tmp_path / "compare.csv").open()))) == 1
+    assert "nothing is left to compare kvs with after 0 of 1 rounds: transformers, offloaded: " in ended.error
+    assert "pip install transformers" in ended.error or "needs a GPU" in ended.error
+    assert list(csv.DictReader((tmp_path / "compare.csv").open())) == []

@@ -58,6 +58,23 @@ def test_a_finished_sweep_is_not_overwritten(tmp_path: Path) -> None:
         RowStore(tmp_path, resume=True)
 
 
+@pytest.mark.parametrize(("change", "error"), [
+    ({"heat": 1.0}, "a row has a column 'heat'"), ({"link_gbps": None}, "a row lacks the column 'link_gbps'")])
+def test_a_sweep_with_other_columns_is_left_alone(tmp_path: Path, change: dict[str, float | None], error: str) -> None:
+    """Another version's rows are not mixed with this one's; a failed row of it goes, as all failed rows do."""
+    row = {name: cell for name, cell in (measured() | change).items() if name not in change or cell is not None}
+    for failed in (False, True):
+        text = json.dumps(row | {"error": "it broke" if failed else None}) + "\n"
+        (tmp_path / "sweep.jsonl").write_text(text)
+        if failed:
+            assert RowStore(tmp_path, resume=True).rows == []
+        else:
+            with pytest.raises(SettingsError, match=error):
+                RowStore(tmp_path, resume=True)
+            assert [path.name for path in tmp_path.iterdir()] == ["sweep.jsonl"]
+            assert (tmp_path / "sweep.jsonl").read_text() == text
+
+
 def test_a_sweep_of_which_nothing_was_measured_is_in_nobodys_way(tmp_path: Path) -> None:
     """The corrected line begins anew in the same folder; one measured row is kept from that."""
     store = RowStore(tmp_path, resume=False)

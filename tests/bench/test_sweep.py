@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from kvs_cli.bench.columns import COLUMNS
 from kvs_cli.bench.grid import parse_variants, points
 from kvs_cli.bench.store import read_csv
 from kvs_cli.bench.sweep import SweepSettings, run_sweep
+from kvs_core.errors import SettingsError
 from tests.bench.rows import FakeWorkers
 from tests.cli.conftest import Kvs, kvs  # noqa: F401
 
@@ -52,6 +54,19 @@ def test_a_failed_point_is_a_row(tmp_path: Path) -> None:
     assert (tmp_path / str(failed["log"])).read_text() == "point\n"
     assert "it broke, as asked for" in (tmp_path / "summary.md").read_text()
     assert (tmp_path / "prompt.txt").read_text() == "some text"
+
+
+@pytest.mark.usefixtures("no_plots")
+def test_a_wrong_line_does_not_touch_a_sweep(tmp_path: Path) -> None:
+    """What cannot be run on top of one leaves its files as they are."""
+    run_sweep(settings(tmp_path, (1024,)), run=FakeWorkers())
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    wrong = replace(settings(tmp_path, (1024, 65536)), resume=True)
+    workers = FakeWorkers()
+    with pytest.raises(SettingsError, match="trained for 32768"):
+        run_sweep(wrong, run=workers)
+    assert workers.jobs == []
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
 
 
 def test_an_interrupted_sweep_is_valid_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,20 +123,46 @@ def test_the_largest_arena_is_probed_once_per_point(tmp_path: Path) -> None:
     (("-m", "synthetic:tiny:q4_k", "--prompt-file", "x"), "--prompt-file"),
     (("-ctk", "q7_0"), "-ctk"),
     (("--mtp-lengths", "9"), "--mtp-lengths 9"),
+    (("-m", "nowhere.gguf"), "nowhere.gguf"),
+    (("-m", __file__), "GGUF"),
+    (("--contexts", "1024,65536"), "--contexts: that takes a context of 65536 tokens, the model was trained for 32768"),
+    (("--contexts", "256,1024"), "--contexts: a context of 256 tokens leaves 0"),
+    (("-m", "synthetic:tiny:q4_k", "--mtp-lengths", "0,2"), "or --spec-types draft-resident"),
+    (("--mtp-lengths", "7", "-ub", "4"), "--mtp-lengths drafts 7 tokens: verifying them takes 8 rows"),
+    (("--gpu-layers", "1"), "--gpu-layers 1"),
 ])
 def test_bad_flags_are_one_line_and_run_nothing(
     kvs: Kvs, tmp_path: Path, arguments: tuple[str, ...], error: str,  # noqa: F811
 ) -> None:
-    """Said before anything is measured or written."""
+    """Said before anything is measured or written, also of a model or a context that no point could have."""
     assert error in kvs("bench", "sweep", "--output", tmp_path / "out", *arguments).error
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.usefixtures("no_plots")
+def test_failed_points_are_the_exit_code(
+    kvs: Kvs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,  # noqa: F811
+) -> None:
+    """Of how many how many, the first reason and its log, when everything is written; --resume runs those alone."""
+    command = ("bench", "sweep", "--contexts", "1024,2048,4096", "--decode-tokens", "8", "--output", tmp_path)
+    monkeypatch.setattr(sweep, "run_sweep", partial(run_sweep, run=FakeWorkers(fail_contexts=[2048, 4096])))
+    assert kvs(*command).error == (
+        f"2 of 3 points failed, the first: it broke, as asked for; {read_csv(tmp_path / 'sweep.csv')[1]['log']} says "
+        "more, and --resume runs them again")
+    assert "1 points measured, 2 failed" in (tmp_path / "summary.md").read_text()
+    workers = FakeWorkers()
+    monkeypatch.setattr(sweep, "run_sweep", partial(run_sweep, run=workers))
+    assert kvs(*command, "--resume").code == 0
+    assert len(workers.jobs) == 2
+    assert [row["error"] for row in read_csv(tmp_path / "sweep.csv")] == [None] * 3
+
+
 def test_a_real_sweep_is_interrupted_and_finished(tmp_path: Path) -> None:
-    """Three contexts, one of them longer than the model can, times two variants, each point in a process of its own:
-    Ctrl-C in the middle leaves valid files and no process, --resume runs the rest, and the CSV is complete."""
+    """Three contexts, one of them too long for the arena, times two variants, each point in a process of its own:
+    Ctrl-C in the middle leaves valid files and no process, --resume runs the rest, and the CSV is complete; that points
+    failed is the exit code and the last line."""
     out = tmp_path / "sweep"
-    command = [*KVS, "bench", "sweep", "--device", "cpu", "-t", "1", "--contexts", "512,1536,65536",
+    command = [*KVS, "bench", "sweep", "--device", "cpu", "-t", "1", "--contexts", "512,1536,8192",
                "--mtp-lengths", "0,2", "--decode-tokens", "12", "--arena-mib", "1", "-ctk", "q8_0", "-ctv", "q4_0",
                "--kv-page-tokens", "32", "-ub", "32", "-b", "32", "--output", str(out)]
     first = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
@@ -136,14 +177,15 @@ def test_a_real_sweep_is_interrupted_and_finished(tmp_path: Path) -> None:
     finished = len(read_csv(out / "sweep.csv"))
     assert 2 <= finished < 6
     again = subprocess.run([*command, "--resume"], capture_output=True, text=True, timeout=WAIT_S)
-    assert again.returncode == 0, again.stderr
+    assert again.returncode == 1, again.stderr
+    assert "error: 2 of 6 points failed, the first: arena too small: " in again.stderr.splitlines()[-1]
     assert f"{finished} of 6 points are finished already" in again.stderr
     assert not _workers(), "a worker is left"
     with (out / "sweep.csv").open(newline="") as file:
         assert next(csv.reader(file)) == list(COLUMNS)
     rows = read_csv(out / "sweep.csv")
     assert [(row["context_capacity"], row["draft_n_max"]) for row in rows] == [
-        (context, n_max) for context in (512, 1536, 65536) for n_max in (0, 2)]
+        (context, n_max) for context in (512, 1536, 8192) for n_max in (0, 2)]
     for row in rows[:4]:
         assert row["error"] is None
         assert int(str(row["prompt_tokens"])) == int(str(row["context_capacity"])) - 12 - 22 * 8
@@ -151,7 +193,7 @@ def test_a_real_sweep_is_interrupted_and_finished(tmp_path: Path) -> None:
         assert float(str(row["decode_tps"])) > 0
         assert row["arena_mib"] == 1
         assert (tmp_path / "sweep" / str(row["log"])).stat().st_size > 0
-    assert all("trained for 32768 tokens" in str(row["error"]) for row in rows[4:])
+    assert all("arena too small: decode needs 2 MiB, --arena-mib is 1;" in str(row["error"]) for row in rows[4:])
     streamed = rows[3]
     assert float(str(streamed["streamed_mib_per_pass"])) > 0
     assert float(str(streamed["step_over_floor"])) == pytest.approx(

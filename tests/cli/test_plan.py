@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvs_cli.commands import plan as plan_command
+from kvs_cli.plan import plan as making
+from kvs_cli.plan import plot
+from kvs_cli.plan.text import digits3
 from kvs_core.device.host.device import HostDevice
+from kvs_core.engine.budget import Drafting
 from kvs_core.engine.engine import Engine
 from kvs_core.engine.forecast import Rates
 from kvs_core.engine.rates import Found
@@ -18,7 +22,7 @@ from kvs_core.errors import BudgetError
 from kvs_core.formats.gguf import GgufFile
 from kvs_core.memory.phases import Phase
 from kvs_core.settings import ContextSettings, KvSettings, RopeSettings
-from kvs_core.units import MIB
+from kvs_core.units import MIB, mib_ceil
 from tests.cli.conftest import Kvs
 
 SMALL = ("--device", "cpu", "-c", "2048", "--kv-page-tokens", "32", "-ub", "64", "-ctk", "q8_0", "-ctv", "q4_0")
@@ -33,7 +37,7 @@ RATES = Rates(
 @pytest.fixture(autouse=True)
 def known_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test but one waits for a measurement, and none writes to the user's cache."""
-    monkeypatch.setattr(plan_command, "find_rates", lambda *_: Found(RATES, kept=True))
+    monkeypatch.setattr(making, "find_rates", lambda *_: Found(RATES, kept=True))
 
 
 @pytest.fixture
@@ -49,15 +53,17 @@ def plan(kvs: Kvs, path: Path, *flags: str) -> dict[str, Any]:
     return kvs("plan", path, *SMALL, *flags, "--json").json
 
 
-@pytest.mark.parametrize("arch", ["tiny_llama", "tiny_qwen35"])
-def test_memory_is_what_the_engine_takes(kvs: Kvs, request: pytest.FixtureRequest, arch: str) -> None:
-    """Arena, pool, workspaces and recurrent state are those of an engine with the same settings."""
+@pytest.mark.parametrize(("arch", "drafts"), [("tiny_llama", False), ("tiny_qwen35", False), ("tiny_qwen35", True)])
+def test_memory_is_what_the_engine_takes(
+    kvs: Kvs, request: pytest.FixtureRequest, arch: str, drafts: bool
+) -> None:
+    """Arena, pool, workspaces and state (the MTP block's too) are those of an engine with the same settings."""
     path = request.getfixturevalue(arch)
-    facts = plan(kvs, path, "--kv-stream-arena-mib", "1")
+    facts = plan(kvs, path, "--kv-stream-arena-mib", "1", *(("--spec-type", "draft-mtp") if drafts else ()))
     memory = facts["memory"]
     engine = Engine(
         GgufFile.open(path), HostDevice(1), context=ContextSettings(ctx_size=2048, ubatch=64),
-        kv=KvSettings("q8_0", "q4_0", 32, arena_mib=1), rope=RopeSettings(),
+        kv=KvSettings("q8_0", "q4_0", 32, arena_mib=1), rope=RopeSettings(), drafting=Drafting(nextn=drafts),
     )
     try:
         assert memory["arena_bytes"] == engine.memory.arena_bytes == MIB
@@ -118,9 +124,47 @@ def test_drafts(kvs: Kvs, tiny_qwen35: Path, flags: tuple[str, ...], tokens: flo
     if tokens is None:
         assert point["tokens_per_s"] is None
         text = kvs("plan", tiny_qwen35, *SMALL, *drafting).out
-        assert f"{point['rounds_per_s']:.1f} to {4 * point['rounds_per_s']:.1f}" in text
+        assert f"{digits3(point['rounds_per_s'])} to {digits3(4 * point['rounds_per_s'])}" in text
     else:
         assert point["tokens_per_s"] == pytest.approx(tokens * point["rounds_per_s"])
+
+
+@pytest.mark.parametrize(("value", "text"), [
+    (0.012345, "0.0123"), (1.0, "1.00"), (9.996, "10.0"), (12.345, "12.3"), (99.96, "100"), (123.4, "123"),
+    (12345.6, "12,300")])
+def test_three_significant_digits(value: float, text: str) -> None:
+    """Whatever the size; what rounds up to the next power of ten has no fourth."""
+    assert digits3(value) == text
+
+
+@pytest.mark.parametrize("factor", [1.0, 1e-4, 1e3])
+def test_tokens_per_second_have_three_digits(
+    kvs: Kvs, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, factor: float
+) -> None:
+    """Of slow devices as of fast ones; in JSON all digits stay."""
+    rates = replace(RATES, attention_bytes_per_s=1e8 * factor, weight_bytes_per_s={"": 1e9 * factor},
+                    link_bytes_per_s=1e8 * factor, layer_s=1e-4 / factor)
+    monkeypatch.setattr(making, "find_rates", lambda *_: Found(rates, kept=True))
+    speed = plan(kvs, tiny_llama)["points"][-1]["tokens_per_s"]
+    line = next(line for line in kvs("plan", tiny_llama, *SMALL).out.splitlines() if "2,047  " in line)
+    assert line.split()[-1] == digits3(speed)
+    assert float(digits3(speed).replace(",", "")) != speed
+
+
+def test_measured_anew(kvs: Kvs, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``--measure`` drops what was kept, once and before any rate is asked for; not of a model that does not fit."""
+    done: list[str] = []
+    monkeypatch.setattr(making, "forget_rates", lambda device: done.append(device.name))
+    monkeypatch.setattr(making, "find_rates", lambda *_: done.append("rates") or Found(RATES, kept=False))
+    assert "measured now" in kvs("plan", tiny_llama, *SMALL).out
+    assert "cpu" not in done
+    done.clear()
+    assert kvs("plan", tiny_llama, *SMALL, "--measure").code == 0
+    assert (done[0], done.count("cpu")) == ("cpu", 1)
+    done.clear()
+    monkeypatch.setattr(HostDevice, "free_bytes", lambda self: MIB)
+    assert "does not fit" in kvs("plan", tiny_llama, *SMALL, "--measure").error
+    assert done == []
 
 
 def test_text_for_people(kvs: Kvs, tiny_qwen35: Path) -> None:
@@ -161,14 +205,56 @@ def test_what_does_not_fit(kvs: Kvs, tiny_llama: Path, free: Callable[[int], Non
     assert "--kv-stream-arena-mib is 1" in error
 
 
-def test_a_history_beyond_host_memory_is_warned_of(
-    kvs: Kvs, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_history_counts_where_the_weights_are(kvs: Kvs, tiny_llama: Path, free: Callable[[int], None]) -> None:
+    """On the CPU weights, arena and history share one memory. With room for all of them it fits; a MiB less, and it is
+    the history that does not, by that MiB; with less than the others need, it is they."""
+    flags = ("-c", "16384", "--kv-stream-arena-mib", "3")
+    facts = plan(kvs, tiny_llama, *flags)
+    needed, history = facts["memory"]["needed_bytes"], facts["memory"]["history_bytes"]
+    assert history == 16384 // 32 * 4 * facts["kv"]["page_bytes"] > 4 * MIB
+    assert facts["memory"]["host_needed_bytes"] == needed + history
+    enough = mib_ceil(needed + history)
+    free(enough)
+    said = kvs("plan", tiny_llama, *SMALL, *flags)
+    assert f"of {enough:,}.0 MiB, the history among them" in said.out
+    free(enough - 1)
+    error = kvs("plan", tiny_llama, *SMALL, *flags).error
+    assert f"the history of a full context takes {mib_ceil(history)} MiB, " in error
+    assert "are left in cpu beside weights of" in error
+    assert ": 1 MiB too many; use a smaller arena, --ctx-size or KV type" in error
+    free(needed // MIB - 2)
+    error = kvs("plan", tiny_llama, *SMALL, *flags).error
+    assert f"cpu has {needed // MIB - 2} MiB free: 3 MiB too many; use a smaller arena" in error
+    assert "history" not in error
+
+
+def test_the_history_counts_as_host_memory(
+    kvs: Kvs, tiny_llama: Path, free: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run would begin and not reach its end."""
-    monkeypatch.setattr(plan_command, "available_ram_bytes", lambda: MIB)
-    done = kvs("plan", tiny_llama, *SMALL)
-    assert done.code == 0
-    assert "it will not fill" in done.err
+    """Of a device with memory of its own: pinned host memory holds the history and nothing else. What lacks is said of
+    each; other KV types whose history has no room do not fit either."""
+    monkeypatch.setattr(HostDevice, "is_host", False)
+    flags = ("-c", "16384", "--kv-stream-arena-mib", "3")
+    def ram(mib: int) -> None:
+        monkeypatch.setattr(making, "available_ram_bytes", lambda: mib * MIB)
+
+    ram(1000)
+    memory = plan(kvs, tiny_llama, *flags)["memory"]
+    history = mib_ceil(memory["history_bytes"])
+    assert memory["host_needed_bytes"] == memory["history_bytes"]
+    ram(history)
+    said = kvs("plan", tiny_llama, *SMALL, *flags, "--json").json
+    fits = {other["name"]: other["fits"] for other in said["alternatives"]}
+    assert (fits["K q4_0, V q4_0"], fits["K f16, V f16"]) == (True, False)
+    assert f"of {history}.0 MiB of host memory" in kvs("plan", tiny_llama, *SMALL, *flags).out
+    ram(history - 2)
+    error = kvs("plan", tiny_llama, *SMALL, *flags).error
+    assert error == (f"does not fit: the history of a full context takes {history} MiB, {history - 2} MiB are left in "
+                     "host memory: 2 MiB too many; use a smaller --ctx-size or KV type")
+    free(1)
+    error = kvs("plan", tiny_llama, *SMALL, *flags).error
+    assert "cpu has 1 MiB free: " in error
+    assert f"; and the history of a full context takes {history} MiB, {history - 2} MiB are left in host" in error
 
 
 @pytest.mark.parametrize(("name", "error"), [
@@ -182,7 +268,7 @@ def test_a_plot_without_matplotlib(
     kvs: Kvs, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """says what to install."""
-    monkeypatch.setattr(plan_command, "find_spec", lambda name: None)
+    monkeypatch.setattr(plot, "find_spec", lambda name: None)
     error = kvs("plan", tiny_llama, *SMALL, "--plot", tmp_path / "plan.png").error
     assert "pip install 'kvs-llm[bench]'" in error
 

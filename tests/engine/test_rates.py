@@ -14,6 +14,7 @@ import pytest
 from kvs_core.device.host.device import HostDevice
 from kvs_core.engine import rates
 from kvs_core.engine.forecast import IN_FILE, Rates
+from kvs_core.errors import SettingsError
 from kvs_core.settings.rooms import KvSettings
 
 KV = KvSettings("q8_0", "q4_0")
@@ -82,6 +83,35 @@ def test_what_is_damaged_is_measured_again(
     found = rates.find_rates(device, KV)
     assert (found.kept, found.rates) == (False, good)
     assert measured == ["products", "steps"] * 2
+
+
+def test_what_was_kept_is_forgotten(measured: list[str], device: HostDevice, tmp_path: Path) -> None:
+    """All of one device, with every K and V type; another's rates stay, and what is damaged is in nobody's way."""
+    with closing(HostDevice(2)) as other:
+        for kv in (KV, KvSettings("f16", "f16")):
+            rates.find_rates(device, kv)
+        rates.find_rates(other, KV)
+        (tmp_path / "rates" / "damaged.json").write_text("[]")
+        rates.forget_rates(device)
+        measured.clear()
+        assert rates.find_rates(other, KV).kept
+        assert not rates.find_rates(device, KV).kept
+        assert not rates.find_rates(device, KvSettings("f16", "f16")).kept
+    assert measured == ["products", "steps", "steps"]
+
+
+def test_what_cannot_be_forgotten(
+    measured: list[str], device: HostDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """is no measurement: one line instead of the old rates."""
+    def refuse(self: Path, missing_ok: bool = False) -> None:
+        raise OSError(30, "Read-only file system")
+
+    rates.find_rates(device, KV)
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(SettingsError, match="Read-only file system; remove it, or set KVS_CACHE_DIR"):
+        rates.forget_rates(device)
+    assert measured == ["products", "steps"]
 
 
 def test_a_disk_that_takes_nothing(

@@ -132,11 +132,19 @@ def test_bad_flags_are_one_line(kvs: Kvs, arguments: tuple[str, ...], error: str
     assert error in kvs("bench", "equivalence", *arguments).error
 
 
-def test_an_arena_that_is_too_small_says_what_would_do(kvs: Kvs, tiny_qwen35: Path, story: Path) -> None:
-    """As every command does."""
-    assert "MiB" in kvs("bench", "equivalence", "-m", tiny_qwen35, "--prompt-tokens", "320", "--decode-tokens", "4",
-                        "-ub", "320", "-ctk", "f32", "-ctv", "f32", "--text-file", story, "--against", "none",
-                        "--arenas-mib", "1").error
+@pytest.mark.parametrize(("flag", "size"), [
+    ("--arenas-mib", "64,1"), ("--kv-stream-arena-mib", "1"), ("--kv-stream-pool-mib", "1")])
+def test_what_is_too_small_is_said_before_the_text_is_read(
+    kvs: Kvs, tiny_qwen35: Path, story: Path, tmp_path: Path, flag: str, size: str
+) -> None:
+    """By the flag that was given; not a token is read, nothing is written. Of several arenas one is enough."""
+    ended = kvs("bench", "equivalence", "-m", tiny_qwen35, "--prompt-tokens", "320", "--decode-tokens", "4", "-ub",
+                "320", "-ctk", "f32", "-ctv", "f32", "--kv-page-tokens", "2048", "--text-file", story, "--against",
+                "none", flag, size, "--device", "cpu", "--output", tmp_path / "out")
+    assert f"{flag} is 1" in ended.error
+    assert "MiB" in ended.error
+    assert "reading the text" not in ended.err
+    assert not (tmp_path / "out").exists()
 
 
 @given(st.lists(st.lists(st.floats(width=32), min_size=3, max_size=3), min_size=1, max_size=6), st.data())

@@ -119,6 +119,26 @@ def test_bad_flags_are_one_line(kvs: Kvs, arguments: tuple[str, ...], error: str
     assert error in kvs("bench", "needle", *arguments).error
 
 
+@pytest.mark.parametrize(("name", "sizes", "too_long"), [
+    ("needle", ("--lengths", "512"), ("--lengths", "32768")),
+    ("perplexity", ("--tokens", "100"), ("-c", "32769")),
+    ("equivalence", ("--prompt-tokens", "512", "--against", "none"), ("--prompt-tokens", "32768"))])
+def test_what_is_wrong_leaves_no_folder(
+    kvs: Kvs, tmp_path: Path, name: str, sizes: tuple[str, ...], too_long: tuple[str, ...]
+) -> None:
+    """A model, a context or an arena with which nothing can be measured."""
+    for arguments, error in (
+        (("-m", "nowhere.gguf"), "nowhere.gguf"),
+        (("-m", __file__), "GGUF"),
+        (("--gpu-layers", "1"), "--gpu-layers 1"),
+        (too_long, "tokens are needed, the context holds 32768"),
+        (("-c", "8192", "--kv-page-tokens", "32", "-ub", "32", "--kv-stream-arena-mib", "1"), "arena too small"),
+    ):
+        said = kvs("bench", name, *sizes, "--device", "cpu", "--output", tmp_path / "a" / "b", *arguments).error
+        assert error in said
+        assert list(tmp_path.iterdir()) == []
+
+
 def test_help_teaches(kvs: Kvs) -> None:
     """Every command says what it does, shows an example and where the other settings are."""
     for name in ("needle", "perplexity", "equivalence"):

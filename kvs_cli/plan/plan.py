@@ -1,0 +1,164 @@
+"""The plan: what a model takes of a device, whether that is there, and how fast it will be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from kvs_cli.open_model import OpenModel
+from kvs_core.device.base import Device
+from kvs_core.device.host.machine import available_ram_bytes
+from kvs_core.engine.budget import BudgetDevice, Drafting, arena_for, plan_budget
+from kvs_core.engine.forecast import Point, Rounds, Setup, contexts, forecast
+from kvs_core.engine.held import held_on_cuda, held_on_host, held_weights
+from kvs_core.engine.rates import Found, find_rates, forget_rates
+from kvs_core.errors import BudgetError, CapabilityError
+from kvs_core.settings import EngineSettings, KvSettings
+from kvs_core.units import MIB, mib_ceil
+
+_STEP_MIB = 1024   # of the arena, for "what would one more GiB give"
+_KV_PAIRS = (("f16", "f16"), ("q8_0", "q8_0"), ("q8_0", "q4_0"), ("q4_0", "q4_0"))
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """Another arena or other KV types. ``end``: at the end of the context; None if that does not fit."""
+
+    name: str
+    kv: KvSettings
+    end: Point | None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything that is printed.
+
+    free_bytes  of the device before anything is loaded
+    ram_bytes   of host memory; on the host the same
+    """
+
+    model: OpenModel
+    settings: EngineSettings
+    device_name: str
+    is_host: bool
+    free_bytes: int
+    ram_bytes: int
+    setup: Setup
+    found: Found
+    rounds: Rounds
+    points: Sequence[Point]
+    alternatives: Sequence[Alternative]
+
+    @property
+    def needed_bytes(self) -> int:
+        """Of the device: weights, recurrent state, arena."""
+        return _needed_bytes(self.setup)
+
+    @property
+    def history_bytes(self) -> int:
+        """Of host memory, when the context is full."""
+        return _history_bytes(self.setup)
+
+    @property
+    def host_needed_bytes(self) -> int:
+        """Of host memory: the history, and on the host all that the device holds."""
+        return self.history_bytes + (self.needed_bytes if self.is_host else 0)
+
+
+def make_plan(model: OpenModel, settings: EngineSettings, device: Device, *, measure: bool = False) -> Plan:
+    """Measures what is not known of the device yet, with ``measure`` all. ``KvsError``, also for what does not fit."""
+    free_bytes = device.free_bytes()
+    ram_bytes = free_bytes if device.is_host else available_ram_bytes()
+    setup = _setup(model, settings, settings.kv, device, free_bytes)
+    device.capabilities.check(setup.budget.geometry)
+    _check_fits(setup, device, free_bytes, ram_bytes)
+    if measure:
+        forget_rates(device)
+    found = find_rates(device, settings.kv)
+    rounds = Rounds.of(settings.speculative)
+    context = setup.budget.context
+    points = [
+        forecast(setup, found.rates, tokens, rounds)
+        for tokens in contexts(context.context_tokens, rounds.rows, setup.budget.geometry.page_tokens)
+    ]
+    return Plan(
+        model, settings, device.name, device.is_host, free_bytes, ram_bytes, setup, found, rounds, points,
+        list(_alternatives(model, settings, device, free_bytes, ram_bytes, setup, rounds, points[-1])),
+    )
+
+
+def _setup(
+    model: OpenModel, settings: EngineSettings, kv: KvSettings, device: Device, free_bytes: int
+) -> Setup:
+    """``BudgetError`` for an arena that could not run this context."""
+    drafting = Drafting.of(settings.speculative.types)
+    drafting.check(model.spec)
+    held = held_on_host(free_bytes) if device.is_host else held_on_cuda
+    weights = held_weights(model.file, model.spec, held, nextn=drafting.nextn, table=device.is_host)
+    loaded = weights.size_bytes + drafting.table_bytes(model.spec)
+    budget = plan_budget(
+        model.spec, settings.context, kv, free_bytes=max(0, free_bytes - loaded),
+        device=BudgetDevice.of(device), drafting=drafting,
+    )
+    return Setup.of(model.spec, budget, kv, weights, drafting)
+
+
+def _needed_bytes(setup: Setup) -> int:
+    return setup.weights.size_bytes + setup.state_bytes + setup.budget.memory.arena_bytes
+
+
+def _check_fits(setup: Setup, device: Device, free_bytes: int, ram_bytes: int) -> None:
+    """``BudgetError`` that says what does not fit, and by how much: what the device holds, or the history of a full
+    context beside it (on the host) or in host memory."""
+    needed, history = _needed_bytes(setup), _history_bytes(setup)
+    parts = (f"weights of {mib_ceil(setup.weights.size_bytes)} MiB, recurrent state of "
+             f"{mib_ceil(setup.state_bytes)} MiB and an arena of {mib_ceil(setup.budget.memory.arena_bytes)} MiB")
+    lacks, smaller = [], "arena, --ctx-size or model"
+    if needed > free_bytes:
+        lacks.append(f"{parts} need {mib_ceil(needed)} MiB, {device.name} has {free_bytes // MIB} MiB free: "
+                     f"{mib_ceil(needed - free_bytes)} MiB too many")
+    left = ram_bytes - needed if device.is_host else ram_bytes
+    if history > left and not (lacks and device.is_host):
+        where = f"in {device.name} beside {parts}" if device.is_host else "in host memory"
+        lacks.append(f"the history of a full context takes {mib_ceil(history)} MiB, {left // MIB} MiB are left "
+                     f"{where}: {mib_ceil(history - left)} MiB too many")
+        smaller = "arena, --ctx-size or KV type" if lacks[1:] or device.is_host else "--ctx-size or KV type"
+    if lacks:
+        device_lacks = needed > free_bytes
+        raise BudgetError(
+            f"does not fit: {'; and '.join(lacks)}; use a smaller {smaller}",
+            needed_mib=mib_ceil(needed if device_lacks else history),
+            given_mib=(free_bytes if device_lacks else left) // MIB,
+        )
+
+
+def _history_bytes(setup: Setup) -> int:
+    budget = setup.budget
+    return budget.geometry.pages_of(budget.context.context_tokens) * setup.kv_layers * budget.geometry.page_bytes
+
+
+def _alternatives(
+    model: OpenModel, settings: EngineSettings, device: Device, free_bytes: int, ram_bytes: int, setup: Setup,
+    rounds: Rounds, end: Point,
+) -> Iterator[Alternative]:
+    """One more GiB, if something is streamed and the device has it; and other KV types in the same arena."""
+    arena_mib = setup.budget.memory.arena_bytes // MIB
+    exact = replace(setup.kv, arena_mib=arena_mib, pool_mib=None)
+    changes = []
+    full_mib = mib_ceil(arena_for(setup.budget.memory, setup.budget.need.all_slots))
+    if end.placement.streamed_pages and _needed_bytes(setup) + _STEP_MIB * MIB <= free_bytes:
+        more_mib = min(arena_mib + _STEP_MIB, full_mib)
+        changes.append((f"arena of {more_mib} MiB", replace(exact, arena_mib=more_mib)))
+    for type_k, type_v in _KV_PAIRS:
+        if (type_k, type_v) != (setup.kv.type_k, setup.kv.type_v):
+            changes.append((f"K {type_k}, V {type_v}", replace(exact, type_k=type_k, type_v=type_v)))
+    for name, kv in changes:
+        try:
+            other = _setup(model, settings, kv, device, free_bytes)
+            device.capabilities.check(other.budget.geometry)
+            _check_fits(other, device, free_bytes, ram_bytes)
+            yield Alternative(name, kv, forecast(other, find_rates(device, kv).rates, end.tokens, rounds))
+        except BudgetError:
+            yield Alternative(name, kv, None)
+        except CapabilityError:
+            continue   # a KV type for which there is no code is none to choose
