@@ -94,7 +94,7 @@ class Engine:
         )
         device.prepare_ops(
             plan(free_bytes=device.free_bytes()).geometry, self._model.attention, self._model.recurrent,
-            kernel_progress,
+            spec.activation, kernel_progress,
         )
         budget = plan(free_bytes=device.free_bytes())   # an arena chosen here comes from what the weights left
         self.context, self.geometry, self.need = budget.context, budget.geometry, budget.need

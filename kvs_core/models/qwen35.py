@@ -207,12 +207,11 @@ def load_layers(spec: ModelSpec, loader: Loader, rope: RopeTable) -> list[Layer]
     layers = []
     turned = loader.rope(rope)
     for layer in spec.layers:
-        block = f"blk.{layer.index}"
         if layer.gdn:
             mixer: Attention | DeltaNet = _load_delta_net(spec, layer, loader)
         else:
             mixer = loader.attention(spec, layer, turned)
-        layers.append(Layer(mixer, loader.feed_forward(block, "post_attention_norm")))
+        layers.append(Layer(mixer, loader.feed_forward(spec, layer, "post_attention_norm")))
     return layers
 
 
@@ -230,7 +229,7 @@ def load_nextn(spec: ModelSpec, loader: Loader, rope: RopeTable) -> NextN:
         hidden_norm=loader.vector(f"{own}.hnorm.weight"),
         join=loader.matrix(f"{own}.eh_proj"),
         attention=loader.attention(spec, layer, loader.rope(rope)),
-        feed_forward=loader.feed_forward(block, "post_attention_norm"),
+        feed_forward=loader.feed_forward(spec, layer, "post_attention_norm"),
         head_norm=loader.vector(head_norm if loader.has(head_norm) else "output_norm.weight"),
         head=loader.matrix(head),
         hidden=loader.zeros((TABLE_ROWS, spec.n_embd)),
