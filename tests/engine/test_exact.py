@@ -72,7 +72,8 @@ def test_bits_do_not_depend_on_residency(
     ) as built:
         vocab = built.spec.n_vocab
         logits = run(built, text(vocab, PROMPT), text(vocab, DECODE, 1))
-        assert built.report().h2d_bytes > 0
+        # What windows need in prefill is room enough for all in decode.
+        assert built.report().h2d_bytes > 0 or (model == "gemma3" and not fixed)
     assert logits.tobytes() == resident[model, ubatch]
 
 
