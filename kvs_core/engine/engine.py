@@ -48,6 +48,7 @@ class KvReport:
     page_tokens: int
     page_bytes: int
     stats: KvStats
+    layer_numbers: Sequence[int]   # the model's numbers of the layers that ``stats`` counts
     h2d_bytes: int
     h2d_calls: int
     d2h_bytes: int
@@ -292,6 +293,7 @@ class Engine:
             page_tokens=self.geometry.page_tokens,
             page_bytes=self.geometry.page_bytes,
             stats=self._kv.stats(),
+            layer_numbers=self.kv_layer_numbers,
             h2d_bytes=counters.copy_bytes,
             h2d_calls=counters.copy_calls,
             d2h_bytes=counters.publish_bytes,
