@@ -12,15 +12,13 @@ from __future__ import annotations
 from collections.abc import Collection
 from math import sqrt
 
-from kvs_core.device.base import RopeTable
 from kvs_core.errors import ModelFileError
 from kvs_core.formats.gguf import GgufFile
 from kvs_core.models.model import Layer
 from kvs_core.models.nextn import NextN
-from kvs_core.models.rope import read_rope, rope_table
+from kvs_core.models.rope import Ropes, read_rope
 from kvs_core.models.spec import ModelSpec, TensorSpec, read_common, rope_tensors
 from kvs_core.models.weights import POST_NORMS, Loader
-from kvs_core.settings.rooms import AS_IN_FILE
 
 
 def read_dense(file: GgufFile, arch: str, *, interleaved: bool, scale: float = 0.0) -> ModelSpec:
@@ -89,18 +87,17 @@ def nextn_tensors(spec: ModelSpec) -> list[TensorSpec]:
     return []
 
 
-def load_nextn(spec: ModelSpec, loader: Loader, rope: RopeTable) -> NextN:
+def load_nextn(spec: ModelSpec, loader: Loader, ropes: Ropes) -> NextN:
     """See ``nextn_tensors``: nobody asks."""
     raise AssertionError(f"a {spec.arch} model has no MTP block")
 
 
-def load_layers(spec: ModelSpec, loader: Loader, rope: RopeTable) -> list[Layer]:
+def load_layers(spec: ModelSpec, loader: Loader, ropes: Ropes) -> list[Layer]:
     """The trunk on the device."""
-    turned = loader.rope(rope)
-    sliding = turned if spec.rope_sliding is None else loader.rope(rope_table(spec.rope_sliding, AS_IN_FILE))
+    full, sliding = loader.rope(ropes.full), loader.rope(ropes.sliding)
     return [
         Layer(
-            loader.attention(spec, layer, sliding if layer.window else turned),
+            loader.attention(spec, layer, sliding if layer.window else full),
             loader.feed_forward(spec, layer, "ffn_norm"),
         )
         for layer in spec.layers

@@ -41,7 +41,7 @@ def read_spec(file: GgufFile) -> ModelSpec:
     return replace(
         spec,
         layers=layers,
-        rope_sliding=_read_sliding_rope(file, spec.rope),
+        rope_sliding=_read_sliding_rope(file, spec.rope) if any(layer.window for layer in layers) else None,
         embedding_factor=sqrt(spec.n_embd),
         activation=Activation.GELU,
         post_norms=True,
@@ -68,7 +68,7 @@ def _read_sliding_rope(file: GgufFile, rope: RopeSpec) -> RopeSpec:
     base = file.get_f32(key, 10000.0)
     if base <= 1.0:
         raise ModelFileError(f"{file.path}: {key} is {base:g}; it must exceed 1")
-    return replace(rope, freq_base=base, scaling="none", attn_factor=1.0)
+    return replace(rope, freq_base=base, scaling="none")
 
 
 def _read_softcap(file: GgufFile) -> float:

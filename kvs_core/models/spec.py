@@ -65,7 +65,7 @@ class ModelSpec:
     n_ctx_most       the longest context: as trained, or as far as the rotary scaling was made for
     n_ctx_plain      positions up to which its attention is plain, where it is not beyond; else None
     attention_scale  factor on q before the softmax
-    rope_sliding     positions of the layers that see a window, where they have their own; the user does not change it
+    rope_sliding     positions of the layers that see a window, where they have their own; see ``Ropes``
     embedding_factor on the rows of the token table
     activation       of the feed-forward's gate
     post_norms       what attention and feed-forward give goes through a norm before it is added

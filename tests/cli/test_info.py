@@ -13,7 +13,7 @@ from kvs_core.formats.gguf import GgufFile
 from kvs_core.memory.phases import Phase
 from kvs_core.settings import ContextSettings, KvSettings, RopeSettings
 from tests.cli.conftest import GREEDY, Kvs
-from tests.support.tiny_gguf import write_tiny_gemma3, write_tiny_qwen35
+from tests.support.tiny_gguf import write_tiny_qwen35
 
 SMALL = ("-c", "2048", "--kv-page-tokens", "32", "-ub", "64", "-ctk", "q8_0", "-ctv", "q4_0")
 
