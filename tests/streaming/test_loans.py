@@ -137,7 +137,7 @@ class LendingRig(Rig):
                     AttentionRows(y[span], np.empty((DECODE_ROWS, *q.shape[1:]), np.float32), out[span])
                     for span in spans
                 ]
-                step.layer(layer).attend_tiles(tiles, self.params, self.device.use_tile)
+                step.layer(layer).attend_tiles(tiles, self.params[layer], self.device.use_tile)
             if leave_after < 2 * LAYERS:
                 return True
             self.device.use()
