@@ -2,9 +2,9 @@
 
     python benchmarks/plan_check.py SWEEP_FOLDER
 
-Asks ``kvs plan`` about every point of a sweep of MTP lengths, with the sweep's arena, types and pretended acceptance, on
-the machine that measured it, whose rates are probed for it. Writes ``plan.csv`` beside the sweep: predicted and measured
-tokens per second and milliseconds per round, medians over the repeats, and predicted / measured. A point that
+Asks ``kvs plan`` about every point of a sweep of MTP lengths, with the sweep's arena, types and pretended acceptance,
+on the machine that measured it, whose rates are probed for it. Writes ``plan.csv`` beside the sweep: predicted and
+measured tokens per second and milliseconds per round, medians over the repeats, and predicted / measured. A point that
 ``plan.jsonl`` has is not asked about again.
 """
 
