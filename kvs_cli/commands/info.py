@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvs_cli.open_model import OpenModel, open_model, plan_context
@@ -12,7 +12,8 @@ from kvs_core.device.host.machine import available_ram_bytes
 from kvs_core.engine.budget import Budget, arena_for, plan_budget
 from kvs_core.memory.phases import Phase
 from kvs_core.models.recurrent import state_bytes
-from kvs_core.models.spec import LayerSpec
+from kvs_core.models.spec import LayerSpec, ModelSpec
+from kvs_core.paging.geometry import PageGeometry
 from kvs_core.paging.residency import Observation, ResidencyConfig, ResidencyState, residency_step
 from kvs_core.sampling.params import METADATA_PARAMS, SamplingParams
 from kvs_core.settings import EngineSettings, InfoSettings, KvSettings
@@ -53,7 +54,7 @@ def _facts(model: OpenModel, settings: EngineSettings, budget: Budget) -> Sectio
             "page_bytes": budget.geometry.page_bytes,
             "state_bytes": state_bytes(model.spec),
         },
-        "plan": _plan(budget, settings.kv, len(model.spec.kv_layers)),
+        "plan": _plan(budget, settings.kv, model.spec),
     }
 
 
@@ -125,8 +126,9 @@ def _sampling(model: OpenModel) -> Section:
     return {"from_model": named, **{name: getattr(params, name) for name in shown}}
 
 
-def _plan(budget: Budget, kv: KvSettings, layers: int) -> Section:
+def _plan(budget: Budget, kv: KvSettings, spec: ModelSpec) -> Section:
     """The memory plan. The streamed pages are those of a decode step at the context's end."""
+    layers = len(spec.kv_layers)
     memory, geometry, context = budget.memory, budget.geometry, budget.context
     pages = geometry.pages_of(context.context_tokens)
     config = ResidencyConfig(
@@ -157,6 +159,19 @@ def _plan(budget: Budget, kv: KvSettings, layers: int) -> Section:
         "streamed_pages_per_step": sum(full.cuts),
         "streamed_bytes_per_step": sum(full.cuts) * geometry.page_bytes,
         "ring_slots": full.ring_slots,
+        "layers": [_planned(layer, geometry, pages, full.cuts) for layer in spec.layers],
+    }
+
+
+def _planned(layer: LayerSpec, geometry: PageGeometry, pages: int, cuts: Sequence[int]) -> Section:
+    """What a layer keeps at the context's end, and where: attention ``pages``, of which those before its cut stream."""
+    planned = {"index": layer.index, "kind": layer.kind.value}
+    if layer.kv_index is None:
+        return {**planned, "kv_token_bytes": 0, "resident_pages": 0, "streamed_pages": 0}
+    streamed = cuts[layer.kv_index]
+    return {
+        **planned, "kv_token_bytes": geometry.token_bytes, "resident_pages": pages - streamed,
+        "streamed_pages": streamed,
     }
 
 
@@ -207,6 +222,7 @@ def _sections(facts: Mapping[str, Any]) -> dict[str, dict[str, str]]:
                              f"token through a ring of {plan['ring_slots']}"
             if plan["streamed_pages_per_step"] else "nothing: all pages are resident",
         },
+        "Layers at the full context": _planned_lines(plan["layers"]),
     }
 
 
@@ -221,6 +237,27 @@ def _layer_lines(groups: list[Section]) -> dict[str, str]:
             text = f"{group['heads']} query heads on {group['kv_heads']} KV heads, {sizes}"
         lines[f"{len(group['indices'])} {group['kind']}"] = text
     return lines
+
+
+def _planned_lines(layers: list[Section]) -> dict[str, str]:
+    """Layers that are alike, together, in the order of the first ones."""
+    alike: dict[tuple[Any, ...], list[int]] = {}
+    for layer in layers:
+        facts = layer["kind"], layer["kv_token_bytes"], layer["resident_pages"], layer["streamed_pages"]
+        alike.setdefault(facts, []).append(layer["index"])
+    return {
+        _numbers(indices): f"{kind}, {token_bytes:,} bytes of KV per token; {resident} pages resident, "
+                           f"{streamed} streamed"
+        if token_bytes else f"{kind}, a state of fixed size and no KV"
+        for (kind, token_bytes, resident, streamed), indices in alike.items()
+    }
+
+
+def _numbers(indices: list[int]) -> str:
+    """``3``, ``0-5``, or ``3-27 (7)``: first and last, and how many of those between."""
+    first, last, count = indices[0], indices[-1], len(indices)
+    span = f"{first}-{last}" if count > 1 else f"{first}"
+    return span if count == last - first + 1 else f"{span} ({count})"
 
 
 def _name(token: Section | None) -> str:

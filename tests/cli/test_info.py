@@ -79,6 +79,10 @@ def test_streaming_at_full_context_is_as_foretold(kvs: Kvs, tiny_llama: Path) ->
     assert plan["streamed_pages_per_step"] > 0
     assert kv["streamed_pages_per_step"] == plan["streamed_pages_per_step"]
     assert kv["ring_slots"] == plan["ring_slots"]
+    assert [(layer["index"], layer["kind"], layer["kv_token_bytes"]) for layer in plan["layers"]] == [
+        (index, "full", 2 * (68 + 36)) for index in range(4)]   # 2 KV heads of 64: q8_0 and q4_0
+    assert {layer["resident_pages"] + layer["streamed_pages"] for layer in plan["layers"]} == {plan["pages"] // 4}
+    assert sum(layer["streamed_pages"] for layer in plan["layers"]) == plan["streamed_pages_per_step"]
 
 
 def test_the_least_arena_and_the_full_one(kvs: Kvs, tiny_llama: Path) -> None:
@@ -130,7 +134,8 @@ def test_text_for_people(kvs: Kvs, tiny_qwen35: Path) -> None:
     """Sections with aligned lines, in plain text where stdout is no terminal; nothing on stderr."""
     done = kvs("info", tiny_qwen35, *SMALL, "--kv-stream-arena-mib", "1")
     assert (done.code, done.err) == (0, "")
-    for words in ("Model\n  name ", "6 recurrent ", "2 full ", "1 mtp ", "<|im_end|> (378)", "K q8_0, V q4_0",
+    for words in ("  0-6 (6)          recurrent, a state of fixed size and no KV\n", "  3-7 (2)          full, 208 ",
+                  "Model\n  name ", "6 recurrent ", "2 full ", "1 mtp ", "<|im_end|> (378)", "K q8_0, V q4_0",
                   "arena            1.0 MiB; least ", "then streamed "):
         assert words in done.out
     assert "\x1b" not in done.out

@@ -91,7 +91,7 @@ class Rig:
             for index in range(4)
         )
         rope = RopeSpec(8, False, 1e4, "none", 1.0, 64, 1.0)
-        spec = ModelSpec("fake", "fake", 8, 8, 8, 64, 0, 1e-5, 1.0, rope, layers)
+        spec = ModelSpec("fake", "fake", 8, 8, 8, 64, 64, None, 0, 1e-5, 1.0, rope, layers)
         self.spec = spec
         self.state = RecurrentState(spec, device, MAX_ROWS)
         self.committed: list[int] = []
