@@ -12,6 +12,7 @@
 // Variants (-D)
 //   ROWS, REP, KV_HEADS   rows of the step (T), query heads per kv head (R), kv heads (G)
 //   TILES                 column tiles of 8 in one pass: at most 6, because of shared memory and registers
+//   WINDOW                keys that a row sees at most; 0: all up to its own
 //   RING                  1: pieces come through shared memory by bulk copies, two pages ahead (180 KiB)
 //                         0: straight from memory, where there are no bulk copies or less shared memory; the same bits
 #include "common/ptx.cuh"
@@ -68,7 +69,8 @@ attend_decode(const u16* q, const u8* pool, long long slot_bytes, const int* __r
   const u8* const head_pool = pool + head * FRAGMENT_HEAD;
   int* const maxima = (int*)(shared + MAXIMA_AT);
 
-  PageWalk<KV_HEADS * PASSES> walk(parts, slots, units);
+  const int first_seen = WINDOW ? max(0, position + 1 - WINDOW) : 0;   // by any row
+  PageWalk<KV_HEADS * PASSES, (WINDOW > 0)> walk(parts, slots, units, first_seen / FRAGMENT_TOKENS);
 #if RING
   const u32 ring = smem_u32(shared) + warp * WARP_RING, barrier = smem_u32(shared) + BARRIERS_AT + warp * 24;
   if (lane == 0) { mbar_init(barrier, 1); mbar_init(barrier + 8, 1); mbar_init(barrier + 16, 1); mbar_fence_init(); }
@@ -136,7 +138,8 @@ attend_decode(const u16* q, const u8* pool, long long slot_bytes, const int* __r
           if (n == warp) l[k] = ldcg(ml + 1);
         }
       }
-    for (int page = part.first_page; page < part.first_page + part.pages; page++, steps++) {
+    const int begin = part_begin<(WINDOW > 0)>(part, first_seen / FRAGMENT_TOKENS);
+    for (int page = begin; page < part.first_page + part.pages; page++, steps++) {
       const u32 half = steps & 1;
       int* const maxima_now = maxima + half * PASS_COLUMNS;
 #if RING
@@ -188,15 +191,17 @@ attend_decode(const u16* q, const u8* pool, long long slot_bytes, const int* __r
       __syncwarp();
       bring_k(half, slot2);
 #endif
-      if ((page + 1) * FRAGMENT_TOKENS > position + 1) {   // only the newest pages hold tokens that a row must not see
+      // Only the newest pages, and those where windows begin, hold tokens that a row must not see.
+      const bool windows_begin = WINDOW && page * FRAGMENT_TOKENS <= position + ROWS - 1 - WINDOW;
+      if ((page + 1) * FRAGMENT_TOKENS > position + 1 || windows_begin) {
         const int token = page * FRAGMENT_TOKENS + warp * 16 + 2 * g;
 #pragma unroll
         for (int n = 0; n < TILES; n++)
 #pragma unroll
           for (int k = 0; k < 2; k++) {
             const int last = position + (first_column + n * 8 + 2 * t + k) / REP;
-            if (token > last) score[n][k] = PARTIAL_UNSEEN;
-            if (token + 1 > last) score[n][2 + k] = PARTIAL_UNSEEN;
+            if (token > last || (WINDOW && last - token >= WINDOW)) score[n][k] = PARTIAL_UNSEEN;
+            if (token + 1 > last || (WINDOW && last - token - 1 >= WINDOW)) score[n][2 + k] = PARTIAL_UNSEEN;
           }
       }
 #pragma unroll
@@ -244,7 +249,11 @@ attend_decode(const u16* q, const u8* pool, long long slot_bytes, const int* __r
 #pragma unroll
           for (int h = 0; h < 4; h++) {
             const u32 low = words[h], high = low >> 8;
-            const uint2 scale = load64(scales + h * 32);
+            uint2 scale = load64(scales + h * 32);
+            if (WINDOW && windows_begin) {   // zero times what no row sees is not always zero
+              const int token = page * FRAGMENT_TOKENS + quarter * 64 + h * 16 + 4 * t;
+              scale = {from_token(scale.x, token, first_seen), from_token(scale.y, token + 2, first_seen)};
+            }
             // nibbles n become n - 8 exactly: (1024 + n) - 1032, high ones (1024 + 16 n) / 16 - 72; then times scale
             const u32 a0 = hmul2(hadd2((low & 0x000f000fu) | 0x64006400u, 0xe408e408u), scale.x);
             const u32 a1 = hmul2(hfma2((low & 0x00f000f0u) | 0x64006400u, 0x2c002c00u, 0xd480d480u), scale.x);

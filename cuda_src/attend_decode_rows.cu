@@ -10,7 +10,8 @@
 //
 //   keys opened | scores, values opened, maxima | weights | acc += V^T weights, next keys opened
 //
-// No sum depends on which column tile or pass a column is in. Tiles that no row sees are left out.
+// No sum depends on which column tile or pass a column is in. Tiles that no row sees are left out, but for one in a
+// page that is not.
 //
 // Variants (-D)
 //   ROWS, REP, KV_HEADS               rows of the step (T), query heads per kv head (R), kv heads (G)
@@ -18,6 +19,7 @@
 //   PAGE_TOKENS, TILE                 tokens of a page, and of a tile: 32 or 64, which divides it
 //   WARPS                             of a block
 //   TILES                             column tiles of 8 in one pass, at most WARPS
+//   WINDOW                            keys that a row sees at most; 0: all up to its own
 //   RING                              tiles that bulk copies are ahead, as stored, in shared memory; 0: tiles are
 //                                     opened straight from memory. The same bits
 //   SM_BLOCKS                         of one multiprocessor: bounds the registers
@@ -60,6 +62,12 @@ DEVICE int tiles_of(int page, int position) {
   return max(1, min(PAGE_TOKENS, seen + TILE - 1) / TILE);
 }
 
+// The first of them that a row sees, or the last one. ``first_seen``: the first token that any row sees.
+DEVICE int first_tile_of(int page, int position, int first_seen) {
+  if (WINDOW == 0) return 0;
+  return min(max(0, first_seen - page * PAGE_TOKENS) / TILE, tiles_of(page, position) - 1);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, SM_BLOCKS)
 attend_decode_rows(const u16* q, const u8* pool, long long slot_bytes, const int* __restrict__ step_table,
                    const int* __restrict__ slots, const PlanCall* __restrict__ call,
@@ -76,6 +84,7 @@ attend_decode_rows(const u16* q, const u8* pool, long long slot_bytes, const int
   uint4* const keys = (uint4*)(shared + KEYS_AT);
   uint4* const values = (uint4*)(shared + VALUES_AT);
   int* const maxima = (int*)(shared + MAXIMA_AT);
+  const int first_seen = WINDOW ? max(0, position + 1 - WINDOW) : 0;   // by any row
 
 #if RING
   const u32 barriers = smem_u32(shared) + BARRIERS_AT;
@@ -84,8 +93,8 @@ attend_decode_rows(const u16* q, const u8* pool, long long slot_bytes, const int
     mbar_fence_init();
   }
   // The first warp brings tiles, one elected lane of it.
-  PageWalk<KV_HEADS * PASSES> walk(parts, slots, units);
-  int slot_ahead = walk.slot(), tile_ahead = 0;   // of the tile that comes next
+  PageWalk<KV_HEADS * PASSES, (WINDOW > 0)> walk(parts, slots, units, first_seen / PAGE_TOKENS);
+  int slot_ahead = walk.slot(), tile_ahead = first_tile_of(walk.page, position, first_seen);   // of the next tile
   auto bring = [&](int stage) {
     if (walk.done()) return;
     if (elect_one()) {
@@ -98,7 +107,7 @@ attend_decode_rows(const u16* q, const u8* pool, long long slot_bytes, const int
     __syncwarp();
     if (++tile_ahead == tiles_of(walk.page, position)) {
       walk.step();
-      slot_ahead = walk.slot(), tile_ahead = 0;
+      slot_ahead = walk.slot(), tile_ahead = first_tile_of(walk.page, position, first_seen);
     }
   };
   __syncthreads();
@@ -153,12 +162,14 @@ attend_decode_rows(const u16* q, const u8* pool, long long slot_bytes, const int
           acc[i][n][2 + k] = on ? ldcg(from + 8) : 0.f;
         }
       }
-    for (int page = part.first_page; page < part.first_page + part.pages; page++) {
+    const int begin = part_begin<(WINDOW > 0)>(part, first_seen / PAGE_TOKENS);
+    for (int page = begin; page < part.first_page + part.pages; page++) {
 #if !RING
       const u8* const stored = head_pool + slots[page] * slot_bytes;
 #endif
       const int tiles = tiles_of(page, position);
-      for (int tile = 0; tile < tiles; tile++, steps++) {
+      for (int tile = first_tile_of(page, position, first_seen); tile < tiles; tile++, steps++) {
+        const int tile_token = page * PAGE_TOKENS + tile * TILE;
         const u32 half = steps & 1;
         int* const maxima_now = maxima + half * PASS_COLUMNS;
 #if RING
@@ -190,15 +201,16 @@ attend_decode_rows(const u16* q, const u8* pool, long long slot_bytes, const int
               mma_f16(score[i][n], even.z, odd.z, even.w, odd.w, query.z, query.w);
             }
           }
-          const int token = page * PAGE_TOKENS + tile * TILE + piece * 16 + 2 * g;
-          if (page * PAGE_TOKENS + (tile + 1) * TILE > position + 1) {   // some row must not see all of the tile
+          const int token = tile_token + piece * 16 + 2 * g;
+          const bool windows_begin = WINDOW && tile_token <= position + ROWS - 1 - WINDOW;
+          if (tile_token + TILE > position + 1 || windows_begin) {   // some row must not see all of the tile
 #pragma unroll
             for (int n = 0; n < TILES; n++)
 #pragma unroll
               for (int k = 0; k < 2; k++) {
                 const int last = position + (first_column + n * 8 + 2 * t + k) / REP;
-                if (token > last) score[i][n][k] = PARTIAL_UNSEEN;
-                if (token + 1 > last) score[i][n][2 + k] = PARTIAL_UNSEEN;
+                if (token > last || (WINDOW && last - token >= WINDOW)) score[i][n][k] = PARTIAL_UNSEEN;
+                if (token + 1 > last || (WINDOW && last - token - 1 >= WINDOW)) score[i][n][2 + k] = PARTIAL_UNSEEN;
               }
           }
 #pragma unroll
@@ -212,7 +224,8 @@ attend_decode_rows(const u16* q, const u8* pool, long long slot_bytes, const int
               smem_max(maxima_u + half * (PASS_COLUMNS * 4) + (n * 8 + k) * 4, ordered(v), lane < 4);
             }
         }
-        open_value_rows<V_TYPE, V_DIM, V_ROW, TILE, THREADS>(v_rows, values, threadIdx.x);
+        open_value_rows<V_TYPE, V_DIM, V_ROW, TILE, THREADS, (WINDOW > 0)>(
+            v_rows, values, threadIdx.x, first_seen - tile_token);
         __syncthreads();                         // maxima are complete; the stored tile is used up
 #if RING
         if (warp == 0) bring(stage);

@@ -7,9 +7,9 @@
 //            2^(score - m + 8), which keeps small ones alive in f16 and cancels in acc / l
 //
 // A block owns PAIRS neighbouring (row, query head) pairs of one kv head: a key opened to f16 serves them all. It walks
-// the keys in tiles of KEYS, one step of the running softmax each, as far as its last row sees. Tiles begin at
-// multiples of KEYS, which divides a page, and the state is stored as it is: the bits depend neither on slots nor on
-// how the pages are split into launches.
+// the keys in tiles of KEYS, one step of the running softmax each, from the first one that its first row sees as far as
+// its last row sees. Tiles begin at multiples of KEYS, which divides a page, and the state is stored as it is: the bits
+// depend neither on slots nor on how the pages are split into launches.
 //
 // A group of SHARERS warps owns 16 * QUERY_TILES of the pairs. Reading shared memory is what limits the kernel, so a
 // warp has two query tiles for every fragment of keys and values that it reads. Where registers do not hold the sums of
@@ -29,6 +29,7 @@
 //   PAGE, FRAGMENTS                tokens of a page; 1: the page order of common/fragments.cuh, 0: ROWS
 //   QUERY_TILES, SHARERS           2 and 1 up to V_DIM 128, 2 and 2 beyond; 1 and 1 where tiles are too small to share
 //   WARPS, KEYS                    as many as there is shared memory for
+//   WINDOW                         keys that a row sees at most; 0: all up to its own
 #include "common/kv_tile.cuh"
 #include "common/partials.cuh"
 
@@ -90,11 +91,14 @@ DEVICE void open_keys(const u8* raw, uint4* tile, int thread) {
   if constexpr (FRAGMENTS) open_key_pieces<KEYS, THREADS>(raw, tile, thread);
   else open_key_rows<K_TYPE, K_DIM, K_STRIDE, KEYS, THREADS>(raw, tile, thread);
 }
-DEVICE void open_values(const u8* raw, int token, uint4* tile, int thread) {
+// ``first``: token of the tile before which no row of the block sees any.
+DEVICE void open_values(const u8* raw, int token, uint4* tile, int thread, int first) {
+  constexpr bool FROM = WINDOW > 0;
   if constexpr (FRAGMENTS)
-    open_value_pieces<KEYS, THREADS>(raw, raw + QUARTER_SCALES, STEPS == 4 ? 0 : token / 16 % 4, tile, thread);
+    open_value_pieces<KEYS, THREADS, FROM>(
+        raw, raw + QUARTER_SCALES, STEPS == 4 ? 0 : token / 16 % 4, tile, thread, first);
   else
-    open_value_rows<V_TYPE, V_DIM, V_STRIDE, KEYS, THREADS>(raw, tile, thread);
+    open_value_rows<V_TYPE, V_DIM, V_STRIDE, KEYS, THREADS, FROM>(raw, tile, thread, first);
 }
 
 // A fragments of 16 queries, two per 32 dims, with the dims where the key tile has them.
@@ -127,7 +131,9 @@ attend_prefill(const u16* q, const u8* pool, long long slot_bytes, const int* sl
   const int per_kv_head = heads / kv_heads, kv_head = blockIdx.y, pairs = rows * per_kv_head;
   const int first_pair = (gridDim.x - 1 - blockIdx.x) * PAIRS;   // the longest walks first
   const int last_row = ((first_pair + PAIRS < pairs ? first_pair + PAIRS : pairs) - 1) / per_kv_head;
-  const int seen = position + last_row + 1, first_key = first_page * PAGE;
+  const int first_seen = WINDOW ? max(0, position + first_pair / per_kv_head + 1 - WINDOW) : 0;   // by any row
+  const int first_key = WINDOW ? max(first_page * PAGE, first_seen / KEYS * KEYS) : first_page * PAGE;
+  const int seen = position + last_row + 1;
   const int end_key = end_page * PAGE < seen ? end_page * PAGE : seen;
   const int tiles = end_key > first_key ? (end_key - first_key + KEYS - 1) / KEYS : 0;
   if (tiles == 0 && !fresh) return;
@@ -135,6 +141,7 @@ attend_prefill(const u16* q, const u8* pool, long long slot_bytes, const int* sl
   // This lane's pairs: g and g + 8 of every 16.
   const int group_pair = first_pair + group * GROUP_PAIRS;
   const int least_row = (group_pair < pairs ? group_pair : pairs - 1) / per_kv_head;
+  const int most_row = ((group_pair + GROUP_PAIRS < pairs ? group_pair + GROUP_PAIRS : pairs) - 1) / per_kv_head;
   int row[QUERY_TILES * 2], place[QUERY_TILES * 2];                // step row; row * heads + head, -1: no such pair
 #pragma unroll
   for (int i = 0; i < QUERY_TILES * 2; i++) {
@@ -148,8 +155,9 @@ attend_prefill(const u16* q, const u8* pool, long long slot_bytes, const int* sl
   };
   if (tiles) {
     const u8* const head = head_at(first_key);
-    copy_keys(head, 0, smem_u32(raw_k), thread);
-    copy_values(head, 0, smem_u32(raw_v), thread);
+    const int token = WINDOW ? first_key % PAGE : 0;
+    copy_keys(head, token, smem_u32(raw_k), thread);
+    copy_values(head, token, smem_u32(raw_v), thread);
   }
   cp_async_commit();
   auto query = [&](int i) { return place[i] < 0 ? nullptr : q + (size_t)place[i] * K_DIM; };
@@ -189,7 +197,7 @@ attend_prefill(const u16* q, const u8* pool, long long slot_bytes, const int* sl
 #pragma unroll 1
     for (int turn = 0; turn < 2; turn++) {
       if ((turn == 0) == opens_first) {
-        open_values(raw_v, key % PAGE, values, thread);
+        open_values(raw_v, key % PAGE, values, thread, first_seen - key);
         continue;
       }
       float score[QUERY_TILES][OWN_STEPS * 2][4] = {};             // of tokens 16 step + 2 column + parity
@@ -211,7 +219,8 @@ attend_prefill(const u16* q, const u8* pool, long long slot_bytes, const int* sl
           }
         }
       }
-      const bool cut = next > position + least_row + 1;            // not all rows of the group see all of the tile
+      // Not all rows of the group see all of the tile.
+      const bool cut = next > position + least_row + 1 || (WINDOW && key <= position + most_row - WINDOW);
       float top[QUERY_TILES * 2];
 #pragma unroll
       for (int i = 0; i < QUERY_TILES * 2; i++) {
@@ -222,8 +231,8 @@ attend_prefill(const u16* q, const u8* pool, long long slot_bytes, const int* sl
 #pragma unroll
           for (int n = 0; n < OWN_STEPS * 2; n++) {
             const int token = (n >> 1) * 16 + (n & 1);
-            if (token >= unseen) s[n][c] = PARTIAL_UNSEEN;
-            if (token + 2 >= unseen) s[n][c + 1] = PARTIAL_UNSEEN;
+            if (token >= unseen || (WINDOW && unseen - token > WINDOW)) s[n][c] = PARTIAL_UNSEEN;
+            if (token + 2 >= unseen || (WINDOW && unseen - token - 2 > WINDOW)) s[n][c + 1] = PARTIAL_UNSEEN;
           }
         }
         top[i] = most[i];

@@ -45,6 +45,10 @@ __device__ __forceinline__ int fragment_v(int token, int dim) {
 __device__ __forceinline__ int fragment_v_scale(int token, int dim) {
   return FRAGMENT_V_PART + (dim >> 5) * FRAGMENT_V_PIECE + FRAGMENT_V_SCALES + token * 2;
 }
+// two scales, of ``token`` and the next one; those of tokens before ``first`` become 0, whatever they hold
+__device__ __forceinline__ unsigned from_token(unsigned scales, int token, int first) {
+  return token >= first ? scales : token + 1 == first ? scales & 0xffff0000u : 0u;
+}
 // place of dim in the row of a decode query for these pages
 __device__ __forceinline__ int fragment_query(int dim) {
   return (dim & ~31) + ((dim >> 2) & 3) * 8 + ((dim >> 4) & 1) * 4 + (dim & 3);

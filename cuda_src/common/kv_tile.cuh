@@ -125,8 +125,9 @@ DEVICE void open_key_rows(const u8* rows, uint4* tile, int thread) {
   }
 }
 
-template <int TYPE, int DIM, int STRIDE, int TOKENS, int THREADS>
-DEVICE void open_value_rows(const u8* rows, uint4* tile, int thread) {
+// FROM: tokens of the tile before ``first_token`` become zeros, whatever they hold.
+template <int TYPE, int DIM, int STRIDE, int TOKENS, int THREADS, bool FROM>
+DEVICE void open_value_rows(const u8* rows, uint4* tile, int thread, int first_token) {
   constexpr int BLOCKS = key_blocks(DIM), STEPS = TOKENS / 16, UNITS = STEPS * BLOCKS * 16;
 #pragma unroll
   for (int first = 0; first < UNITS; first += THREADS) {
@@ -136,7 +137,11 @@ DEVICE void open_value_rows(const u8* rows, uint4* tile, int thread) {
     const bool upper = DIM % 32 == 0 || block < DIM / 32;
     uint4 x[4];   // of four tokens: dims 0 1 | 2 3 | 16 17 | 18 19 behind 4 quad
 #pragma unroll
-    for (int i = 0; i < 4; i++) x[i] = kv_eight<TYPE>(rows + (step * 16 + t * 4 + i) * STRIDE, block, quad, upper);
+    for (int i = 0; i < 4; i++) {
+      x[i] = kv_eight<TYPE>(rows + (step * 16 + t * 4 + i) * STRIDE, block, quad, upper);
+      if constexpr (FROM)
+        if (step * 16 + t * 4 + i < first_token) x[i] = uint4{};
+    }
     auto put = [&](int dim, u32 a, u32 b, u32 c, u32 d, u32 half) {
       const int lane = (dim & 7) * 4 + t;
       uint2* const at = (uint2*)(tile + ((dim >> 4) * STEPS + step) * 32 + value_slot(lane)) + (dim >> 3 & 1);
@@ -170,9 +175,10 @@ template <int TOKENS, int THREADS> DEVICE void open_key_pieces(const u8* pieces,
 }
 
 // ``quarter`` [16 dim tiles][lane][4 words] and ``scales`` f16 [8 blocks][64]: of 64 tokens, a quarter of a page, of
-// which the tile takes TOKENS from step ``first_step`` of 16 on.
-template <int TOKENS, int THREADS>
-DEVICE void open_value_pieces(const u8* quarter, const u8* scales, int first_step, uint4* tile, int thread) {
+// which the tile takes TOKENS from step ``first_step`` of 16 on. FROM: as for rows.
+template <int TOKENS, int THREADS, bool FROM>
+DEVICE void open_value_pieces(
+    const u8* quarter, const u8* scales, int first_step, uint4* tile, int thread, int first_token) {
   constexpr int STEPS = TOKENS / 16, UNITS = 16 * 32;
 #pragma unroll
   for (int first = 0; first < UNITS; first += THREADS) {
@@ -191,7 +197,11 @@ DEVICE void open_value_pieces(const u8* quarter, const u8* scales, int first_ste
 #pragma unroll
     for (int s = 0; s < STEPS; s++) {
       const u32 first_two = w[s], last_two = w[s] >> 8;   // tokens, in both halves
-      const uint2 dd = d[s * 4];
+      uint2 dd = d[s * 4];
+      if constexpr (FROM) {
+        const int token = s * 16 + (lane & 3) * 4;
+        dd = {from_token(dd.x, token, first_token), from_token(dd.y, token + 2, first_token)};
+      }
       // 1024 + nibble - 1032, or (1024 + 16 nibble) / 16 - 72: the nibble - 8
       auto low = [](u32 x) { return hadd2((x & 0x000f000fu) | 0x64006400u, MINUS_1032); };
       auto high = [](u32 x) { return hfma2((x & 0x00f000f0u) | 0x64006400u, 0x2c002c00u, 0xd480d480u); };

@@ -3,18 +3,27 @@
 // A unit of work is (part of the call, column pass, kv head): unit u is part u / (passes * kv heads), and a block takes
 // units blockIdx.x, blockIdx.x + gridDim.x, ... The grid is a multiple of passes * kv heads, so a block keeps its head
 // and its columns. How many units there are stands in the plan table, not in the grid.
+//
+// WINDOWED: no row sees anything of the pages before ``least``. They would add nothing: a part begins behind them, but
+// for its last page, so that every part has one.
 #pragma once
 #include "common/ptx.cuh"
 #include "common/tables.cuh"
 
+// The first page of a part that is added.
+template <bool WINDOWED> DEVICE int part_begin(const PlanPart& part, int least) {
+  if constexpr (WINDOWED) return max(part.first_page, min(least, part.first_page + part.pages - 1));
+  return part.first_page;
+}
+
 // Walks ahead of the arithmetic; the part after the current one is loaded before it is needed.
-template <int UNITS_PER_PART> struct PageWalk {
+template <int UNITS_PER_PART, bool WINDOWED> struct PageWalk {
   const PlanPart* parts;
   const int* slots;
-  int unit, units, page, end, next_page, next_end;
+  int least, unit, units, page, end, next_page, next_end;
 
-  DEVICE PageWalk(const PlanPart* parts_, const int* slots_, int units_)
-      : parts(parts_), slots(slots_), unit((int)blockIdx.x - (int)gridDim.x), units(units_) {
+  DEVICE PageWalk(const PlanPart* parts_, const int* slots_, int units_, int least_)
+      : parts(parts_), slots(slots_), least(least_), unit((int)blockIdx.x - (int)gridDim.x), units(units_) {
     look_ahead();
     advance();
   }
@@ -41,7 +50,7 @@ template <int UNITS_PER_PART> struct PageWalk {
     next_page = next_end = 0;
     if (following < units) {
       const PlanPart part = parts[following / UNITS_PER_PART];
-      next_page = part.first_page, next_end = part.first_page + part.pages;
+      next_page = part_begin<WINDOWED>(part, least), next_end = part.first_page + part.pages;
     }
   }
 };

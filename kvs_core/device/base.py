@@ -132,6 +132,8 @@ class AttentionParams:
     rope            what ``Device.load_rope`` returned
     scale           factor on the query
     gated           sigmoid(gate) multiplies the head's output (then Dk = Dv)
+    window          keys that a row sees at most, its own the last of them; 0: all up to its own
+                    (sliding-window attention: Gemma 3, arXiv 2503.19786; GGUF ``attention.sliding_window``)
     """
 
     heads: int
@@ -144,6 +146,10 @@ class AttentionParams:
     eps: float
     q_norm: Buffer | None = None
     k_norm: Buffer | None = None
+    window: int = 0
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.window < 1 << 31, f"a window of {self.window} keys"
 
     @property
     def q_columns(self) -> int:
@@ -360,8 +366,10 @@ class Ops(Protocol):
 
         scratch  [rows, T, H, Dv + 2] float32: per scratch row a group's partial (acc, l, m of a running softmax), in
                  the device's own order
-        A row sees keys up to its own position. A group's pages are added one by one in logical order, so the bits do
-        not depend on slots, nor on how a group is split into calls.
+        A row sees keys up to its own position, of those the last ``params.window`` if that is not 0. A group's pages
+        are added one by one in logical order, so the bits do not depend on slots, nor on how a group is split into
+        calls. Pages before all that the rows see add exactly nothing: a plan may leave out such groups, whole ones,
+        and the bits are the same. What they hold, and what rows of a page hold that no row sees, is not looked at.
         The caller has waited for ready of every slot; it records consumed after this call.
         """
         ...
@@ -386,7 +394,8 @@ class Ops(Protocol):
     ) -> None:
         """Add T rows' attention over consecutive pages to the running partial, page by page in logical order.
 
-        running [T, H, Dv + 2] as a scratch row in ``attend_decode``. Calls for one layer come in logical order.
+        running [T, H, Dv + 2] as a scratch row in ``attend_decode``. Calls for one layer come in logical order. A row
+        sees the same keys as there; pages before all that the rows see may be left out.
         """
         ...
 

@@ -20,7 +20,7 @@ from kvs_core.paging.schedule import Run
 from kvs_core.paging.spans import LEAST_SCRATCH_GROUPS, Chunk, LayerPlan, plan_layer
 from kvs_core.units import align_up, ceil_div
 from tests.ops import kv_pages
-from tests.ops.paged import Context, Slots
+from tests.ops.paged import Context, Slots, spoil
 
 LOG2_E = math.log2(math.e)
 
@@ -41,6 +41,7 @@ class Case:
 
     whole      some rows of that case, as a step of their own
     sharpness  factor on the queries
+    window     keys that a row sees at most; 0: all up to its own
     """
 
     geometry: PageGeometry
@@ -49,6 +50,7 @@ class Case:
     rep: int = 2
     gated: bool = False
     sharpness: float = 1.0
+    window: int = 0
     whole: Case | None = None
 
     def part(self, first: int, rows: int) -> Case:
@@ -70,7 +72,8 @@ class Case:
         """The layer."""
         geometry = self.geometry
         return AttentionParams(
-            self.heads, geometry.kv_heads, geometry.k_dim, geometry.v_dim, self.gated, scale=1.0, rope=None, eps=0.0
+            self.heads, geometry.kv_heads, geometry.k_dim, geometry.v_dim, self.gated, scale=1.0, rope=None, eps=0.0,
+            window=self.window,
         )
 
     @property
@@ -98,16 +101,23 @@ class Case:
         first = self.position - self.whole.position
         return rows[first : first + self.rows]
 
-    def pages(self) -> np.ndarray:
-        """uint8 [pages, page_bytes], zeros behind the last row."""
+    @property
+    def first_seen(self) -> int:
+        """The first token that a row sees."""
+        return max(0, self.position + 1 - self.window) if self.window else 0
+
+    def pages(self, *, spoilt: bool = False) -> np.ndarray:
+        """uint8 [pages, page_bytes], zeros behind the last row; ``spoilt``: poison before all that the rows see."""
         pages = self.context.pages(self.tokens)
+        if spoilt:
+            pages = spoil(pages, self.geometry, self.first_seen)
         if self.geometry.order is PageOrder.FRAGMENTS:
             return np.stack([kv_pages.pack(page, self.geometry.kv_heads) for page in pages])
         return pages
 
     def expected(self) -> np.ndarray:
         """float64 [T, H * Dv]"""
-        out = self.context.expected(self.q.astype(np.float64) / LOG2_E)
+        out = self.context.expected(self.q.astype(np.float64) / LOG2_E, self.window)
         block = self.geometry.v_rotation
         if block:
             out = (out.reshape(*out.shape[:2], -1, block) @ hadamard(block)).reshape(out.shape)
@@ -237,17 +247,19 @@ def opened_records(out: np.ndarray, rows: int, blocks: int) -> np.ndarray:
     return (numbers * factors).sum(axis=1).swapaxes(0, 1).reshape(rows, -1)
 
 
-def plain_plan(pages: int, *, groups: int = 0) -> LayerPlan:
-    """All pages resident, in slots of another order; a scratch row per group."""
+def plain_plan(pages: int, *, groups: int = 0, first: int = 0) -> LayerPlan:
+    """All pages from ``first`` on resident, in slots of another order; a scratch row per group."""
     slots = np.random.default_rng(pages).permutation(pages + 2)[:pages].tolist()
-    return plan_layer(slots, [Chunk(range(pages))], scratch_groups=groups or roomy(pages))
+    chunks = [Chunk(range(first, pages))]
+    return plan_layer(slots, chunks, scratch_groups=groups or roomy(pages), partial=first > 0)
 
 
-def streamed_plan(cuts: Sequence[int], pages: int, groups: int) -> LayerPlan:
-    """Pages in runs that end at ``cuts``, all through the same ring; those behind the last cut are resident."""
-    runs = [range(*pair) for pair in pairwise([0, *cuts])]
+def streamed_plan(cuts: Sequence[int], pages: int, groups: int, *, first: int = 0) -> LayerPlan:
+    """Pages from ``first`` on in runs that end at ``cuts``, all through the same ring; those behind the last cut are
+    resident."""
+    runs = [range(*pair) for pair in pairwise([first, *cuts])]
     ring = max(map(len, runs))
-    slots: list[int] = []
+    slots = [ring + pages] * first
     chunks = []
     for each in runs:
         run = Run(0, each.start, len(each), ring - len(each))
@@ -256,7 +268,7 @@ def streamed_plan(cuts: Sequence[int], pages: int, groups: int) -> LayerPlan:
     resident = range(cuts[-1], pages)
     chunks.append(Chunk(resident))
     slots += list(range(ring + len(resident), ring, -1))
-    return plan_layer(slots, chunks, scratch_groups=groups)
+    return plan_layer(slots, chunks, scratch_groups=groups, partial=first > 0)
 
 
 def roomy(pages: int) -> int:
@@ -264,9 +276,11 @@ def roomy(pages: int) -> int:
     return max(LEAST_SCRATCH_GROUPS, ceil_div(pages, GROUP_PAGES))
 
 
-def attend(lab: Any, case: Case, plan: LayerPlan | None = None, *, groups: int = 0, **gpu: int) -> np.ndarray:
-    """float32 [T, H * Dv]"""
-    pages = case.pages()
+def attend(
+    lab: Any, case: Case, plan: LayerPlan | None = None, *, groups: int = 0, pages: np.ndarray | None = None, **gpu: int
+) -> np.ndarray:
+    """float32 [T, H * Dv]; ``pages``: others than the case's."""
+    pages = case.pages() if pages is None else pages
     plan = plan or plain_plan(len(pages))
     attention = Attention(lab, case, plan, groups=groups or roomy(len(pages)), **gpu)
     return attention.run(plan, Slots(pages, plan, spare=1))

@@ -62,13 +62,15 @@ class Context:
         kv_write.kv_write(self.k[:tokens], self.v[:tokens], pages, self.geometry, spans)
         return pages
 
-    def expected(self, q: np.ndarray) -> np.ndarray:
+    def expected(self, q: np.ndarray, window: int = 0) -> np.ndarray:
         """Softmax attention of the last rows in float64 over the bytes as stored, [rows, H, Dv]."""
         k = np.repeat(_stored(self.geometry.k_type, self.k), self.rep, axis=1)
         v = np.repeat(_stored(self.geometry.v_type, self.v), self.rep, axis=1)
         scores = np.einsum("thd,shd->hts", q.astype(np.float64), k)
         position = self.tokens - len(q) + np.arange(len(q))
         scores[:, np.arange(self.tokens) > position[:, None]] = -np.inf
+        if window:
+            scores[:, np.arange(self.tokens) <= position[:, None] - window] = -np.inf
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
         weights /= weights.sum(axis=-1, keepdims=True)
         return np.einsum("hts,shd->thd", weights, v)
@@ -80,9 +82,22 @@ def _stored(kv_type: KvType, rows: np.ndarray) -> np.ndarray:
     return out.astype(np.float64)
 
 
-def plain_plan(pages: int) -> LayerPlan:
-    """All pages resident, page p in slot p."""
-    return plan_layer(range(pages), [Chunk(range(pages))], scratch_groups=LEAST_SCRATCH_GROUPS)
+def spoil(pages: np.ndarray, geometry: PageGeometry, tokens: int) -> np.ndarray:
+    """A copy of ROWS pages in which the first ``tokens`` positions are poison."""
+    out = pages.copy()
+    whole, rest = divmod(tokens, geometry.page_tokens)
+    out[:whole] = POISON
+    if rest:
+        heads = out[whole].reshape(geometry.kv_heads, geometry.head_bytes)
+        heads[:, : rest * geometry.k_row_bytes] = POISON
+        heads[:, geometry.k_part_bytes :][:, : rest * geometry.v_row_bytes] = POISON
+    return out
+
+
+def plain_plan(pages: int, first: int = 0) -> LayerPlan:
+    """All pages from ``first`` on resident, page p in slot p."""
+    chunks = [Chunk(range(first, pages))]
+    return plan_layer(range(pages), chunks, scratch_groups=LEAST_SCRATCH_GROUPS, partial=first > 0)
 
 
 class Slots:
@@ -107,7 +122,7 @@ class Slots:
 
 def decode(
     geometry: PageGeometry, pages: np.ndarray, q: np.ndarray, first_position: int, plan: LayerPlan | None = None,
-    *, spare: int = 0, round_q: bool = False,
+    *, spare: int = 0, round_q: bool = False, window: int = 0,
 ) -> np.ndarray:
     """Decode attention as a layer runs it, in scratch that holds NaN before: float32 [T, H, Dv]."""
     plan = plan or plain_plan(len(pages))
@@ -119,7 +134,8 @@ def decode(
     for call in plan.calls:
         slots.arrive(call.run)
         attention.attend_decode(
-            q, slots.pool, geometry, call.parts, plan.slots, scratch, first_position=first_position, round_q=round_q
+            q, slots.pool, geometry, call.parts, plan.slots, scratch, first_position=first_position, window=window,
+            round_q=round_q,
         )
         attention.fold(scratch, segments, call.folds)
         if call.last:
@@ -132,16 +148,18 @@ def decode(
 
 def prefill(
     geometry: PageGeometry, pages: np.ndarray, q: np.ndarray, first_position: int,
-    calls: Sequence[range] | None = None, slots: Sequence[int] | None = None, *, round_q: bool = False,
+    calls: Sequence[range] | None = None, slots: Sequence[int] | None = None, *, round_q: bool = False, window: int = 0,
 ) -> np.ndarray:
     """Prefill attention over the pages, in these calls: float32 [T, H, Dv]."""
     calls = calls or [range(len(pages))]
     slots = slots or range(len(pages))
-    pool = Slots(pages, LayerPlan(tuple(slots), tuple(Chunk(call) for call in calls))).pool
+    plan = LayerPlan(tuple(slots), tuple(Chunk(call) for call in calls), partial=calls[0].start > 0)
+    pool = Slots(pages, plan).pool
     running = np.full((*q.shape[:2], geometry.v_dim + 2), np.nan, np.float32)
     for number, call in enumerate(calls):
         attention.attend_prefill(
-            q, pool, geometry, call, slots, running, fresh=number == 0, first_position=first_position, round_q=round_q
+            q, pool, geometry, call, slots, running, fresh=number == 0, first_position=first_position, window=window,
+            round_q=round_q,
         )
     out = np.full((*q.shape[:2], geometry.v_dim), np.nan, np.float32)
     attention.finish_prefill(running, out)

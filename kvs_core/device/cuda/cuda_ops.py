@@ -119,7 +119,7 @@ class CudaOps:
         for params in attention:
             kernels += write_kv.kernels_for(params, geometry)
             kernels += attend_decode.kernels_for(params, geometry, launcher)
-        kernels += attend_prefill.kernels_for(geometry, launcher.shared_bytes)
+            kernels += attend_prefill.kernels_for(geometry, launcher.shared_bytes, window=params.window)
         for shape in recurrent:
             kernels += gdn.kernels_for(shape, launcher.shared_bytes)
         kernels += itertools.chain(prefill_matmul_instances(arch), sample_instances(arch), norm_instances(arch))

@@ -122,7 +122,7 @@ def kernels_for(params: AttentionParams, geometry: PageGeometry, launcher: Launc
 
 
 def instances(arch: int) -> Iterator[Kernel]:
-    """Both page orders, every type of K and of V, with and without bulk copies, few columns and many."""
+    """Both page orders, every type of K and of V, with and without bulk copies or a window, few columns and many."""
     shared_bytes = {75: 64, 80: 163, 90: 227, 100: 227}.get(arch, 99) << 10
     fragments = _layer(24, 4, KvType.Q8_0, KvType.Q4_0, 256, 256, PageOrder.FRAGMENTS, gated=True)
     layers = [(fragments, rows) for rows in (1, 4, 6, 8)]
@@ -133,6 +133,8 @@ def instances(arch: int) -> Iterator[Kernel]:
         (4, 4, 80, 80, 1), (4, 4, 96, 96, 8), (32, 8, 128, 128, 8), (9, 3, 64, 64, 8), (8, 1, 32, 96, 3),
     ):
         layers.append((_layer(heads, kv_heads, KvType.F16, KvType.F16, k_dim, v_dim), rows))
+    layers.append((_layer(24, 4, KvType.Q8_0, KvType.Q4_0, 256, 256, PageOrder.FRAGMENTS, gated=True, window=1024), 4))
+    layers.append((_layer(4, 1, KvType.Q8_0, KvType.Q8_0, 256, 256, window=512), 8))
     for (params, geometry), rows in layers:
         yield variant_for(params, geometry, rows, arch, shared_bytes).kernel
         yield _fold(params.heads, params.kv_heads, params.v_dim, rows)
@@ -143,8 +145,8 @@ def variant_for(params: AttentionParams, geometry: PageGeometry, rows: int, arch
     """The attention kernel for these pages and so many rows, on a GPU whose blocks have ``shared_bytes`` at most."""
     rep = params.heads // geometry.kv_heads
     if geometry.order is PageOrder.FRAGMENTS:
-        return _over_fragments(geometry.kv_heads, rep, rows, arch, shared_bytes)
-    return _over_rows(geometry, rep, rows, arch, shared_bytes)
+        return _over_fragments(geometry.kv_heads, rep, rows, params.window, arch, shared_bytes)
+    return _over_rows(geometry, rep, rows, params.window, arch, shared_bytes)
 
 
 def _column_tiles(columns: int, most: int) -> tuple[int, int]:
@@ -155,7 +157,7 @@ def _column_tiles(columns: int, most: int) -> tuple[int, int]:
 
 
 @cache
-def _over_fragments(kv_heads: int, rep: int, rows: int, arch: int, shared_bytes: int) -> Variant:
+def _over_fragments(kv_heads: int, rep: int, rows: int, window: int, arch: int, shared_bytes: int) -> Variant:
     passes, tiles = _column_tiles(rows * rep, _MOST_TILES)
     columns = tiles * _COLUMN_TILE
     own = columns * (512 + 544 + 8)   # queries, weights, maxima
@@ -163,13 +165,16 @@ def _over_fragments(kv_heads: int, rep: int, rows: int, arch: int, shared_bytes:
     bulk = arch >= _BULK_COPIES and own + ring <= shared_bytes
     kernel = Kernel(
         "attend_decode.cu", "attend_decode", _ATTEND_ARGS,
-        (("ROWS", rows), ("REP", rep), ("KV_HEADS", kv_heads), ("TILES", tiles), ("RING", int(bulk))),
+        (
+            ("ROWS", rows), ("REP", rep), ("KV_HEADS", kv_heads), ("TILES", tiles), ("RING", int(bulk)),
+            ("WINDOW", window),
+        ),
     )
     return Variant(kernel, _FRAGMENT_THREADS, own + ring if bulk else own, kv_heads * passes, 1)
 
 
 @cache
-def _over_rows(geometry: PageGeometry, rep: int, rows: int, arch: int, shared_bytes: int) -> Variant:
+def _over_rows(geometry: PageGeometry, rep: int, rows: int, window: int, arch: int, shared_bytes: int) -> Variant:
     k_dim, v_dim = geometry.k_dim, geometry.v_dim
     # The tile decides about bits: it depends on the pages alone, never on rows.
     tile = 64 if geometry.page_tokens % 64 == 0 and max(k_dim, v_dim) <= 128 else 32
@@ -189,6 +194,7 @@ def _over_rows(geometry: PageGeometry, rep: int, rows: int, arch: int, shared_by
             ("K_TYPE", f"KV_{geometry.k_type.name}"), ("V_TYPE", f"KV_{geometry.v_type.name}"),
             ("K_DIM", k_dim), ("V_DIM", v_dim), ("PAGE_TOKENS", geometry.page_tokens), ("TILE", tile),
             ("WARPS", warps), ("TILES", tiles), ("RING", ring), ("SM_BLOCKS", sm_blocks),
+            ("WINDOW", window),
         ),
     )
     return Variant(kernel, 32 * warps, size, geometry.kv_heads * passes, sm_blocks)
@@ -228,8 +234,8 @@ def _fold_defines(
 
 def _layer(
     heads: int, kv_heads: int, k_type: KvType, v_type: KvType, k_dim: int, v_dim: int,
-    order: PageOrder = PageOrder.ROWS, *, gated: bool = False,
+    order: PageOrder = PageOrder.ROWS, *, gated: bool = False, window: int = 0,
 ) -> tuple[AttentionParams, PageGeometry]:
-    params = AttentionParams(heads, kv_heads, k_dim, v_dim, gated, scale=1.0, rope=None, eps=0.0)
+    params = AttentionParams(heads, kv_heads, k_dim, v_dim, gated, scale=1.0, rope=None, eps=0.0, window=window)
     rotations = (hadamard_block(k_type, k_dim, is_key=True), hadamard_block(v_type, v_dim, is_key=False))
     return params, PageGeometry(256, kv_heads, k_dim, v_dim, k_type, v_type, *rotations, order)

@@ -67,7 +67,8 @@ class AttendPrefill:
         tiling = _tiling(geometry, context.launcher.shared_bytes)
         pairs = context.rows * (params.heads // params.kv_heads)
         context.launcher.launch(
-            _attend(geometry, tiling), (ceil_div(pairs, tiling.pairs), params.kv_heads, 1), 32 * tiling.warps,
+            _attend(geometry, tiling, params.window), (ceil_div(pairs, tiling.pairs), params.kv_heads, 1),
+            32 * tiling.warps,
             (
                 q, pool, pool.strides[0], plan.slots, running,
                 context.rows, params.heads, params.kv_heads, context.position,
@@ -88,13 +89,13 @@ class AttendPrefill:
         )
 
 
-def kernels_for(geometry: PageGeometry, shared_bytes: int) -> list[Kernel]:
-    """What a layer with such pages needs on a GPU whose blocks have so much shared memory."""
-    return [_attend(geometry, _tiling(geometry, shared_bytes)), _finish(geometry.v_dim, geometry.v_rotation)]
+def kernels_for(geometry: PageGeometry, shared_bytes: int, *, window: int = 0) -> list[Kernel]:
+    """What a layer with such pages and window needs on a GPU whose blocks have so much shared memory."""
+    return [_attend(geometry, _tiling(geometry, shared_bytes), window), _finish(geometry.v_dim, geometry.v_rotation)]
 
 
 def instances(arch: int) -> Iterator[Kernel]:
-    """Every type of K and of V, page order, head dim and tiling."""
+    """Every type of K and of V, page order, head dim and tiling; each page order with a window too."""
     shared_bytes = {75: 64, 80: 163, 86: 99, 89: 99, 120: 99}.get(arch, 227) << 10
     types = list(KvType)
     for k_type, v_type in zip(types, types[4:] + types[:4], strict=True):
@@ -102,7 +103,10 @@ def instances(arch: int) -> Iterator[Kernel]:
     for k_dim, v_dim in ((64, 64), (80, 80), (96, 96), (192, 128), (256, 256)):
         yield from kernels_for(_pages(KvType.F16, KvType.F16, k_dim, v_dim), shared_bytes)
     yield from kernels_for(_pages(KvType.Q8_0, KvType.Q8_0, 256, 256, page_tokens=32), shared_bytes)
-    yield from kernels_for(_pages(KvType.Q8_0, KvType.Q4_0, 256, 256, PageOrder.FRAGMENTS), shared_bytes)
+    fragments = _pages(KvType.Q8_0, KvType.Q4_0, 256, 256, PageOrder.FRAGMENTS)
+    yield from kernels_for(fragments, shared_bytes)
+    yield from kernels_for(fragments, shared_bytes, window=1024)
+    yield from kernels_for(_pages(KvType.Q8_0, KvType.Q8_0, 256, 256), shared_bytes, window=512)
 
 
 def _pages(
@@ -147,7 +151,7 @@ def _raw_stride(row_bytes: int) -> int:
 
 
 @cache
-def _attend(geometry: PageGeometry, tiling: _Tiling) -> Kernel:
+def _attend(geometry: PageGeometry, tiling: _Tiling, window: int) -> Kernel:
     return Kernel(
         "attend_prefill.cu", "attend_prefill", _ATTEND_ARGS,
         (
@@ -155,7 +159,7 @@ def _attend(geometry: PageGeometry, tiling: _Tiling) -> Kernel:
             ("K_DIM", geometry.k_dim), ("V_DIM", geometry.v_dim),
             ("PAGE", geometry.page_tokens), ("FRAGMENTS", int(geometry.order is PageOrder.FRAGMENTS)),
             ("WARPS", tiling.warps), ("KEYS", tiling.keys),
-            ("QUERY_TILES", tiling.query_tiles), ("SHARERS", tiling.sharers),
+            ("QUERY_TILES", tiling.query_tiles), ("SHARERS", tiling.sharers), ("WINDOW", window),
         ),
     )
 

@@ -106,7 +106,7 @@ class HostOps:
         """See ``Ops.attend_decode``."""
         attention.attend_decode(
             q[: self._rows], pool, geometry, plan.calls[call].parts, plan.slots, scratch,
-            first_position=self._step.first_position, round_q=self._round_q,
+            first_position=self._step.first_position, window=params.window, round_q=self._round_q,
         )
 
     def fold(self, params: AttentionParams, plan: LayerPlan, call: int, scratch: Buffer, segments: Buffer) -> None:
@@ -130,7 +130,7 @@ class HostOps:
         """See ``Ops.attend_prefill``."""
         attention.attend_prefill(
             q[: self._rows], pool, geometry, pages, plan.slots, running,
-            fresh=fresh, first_position=self._step.first_position, round_q=self._round_q,
+            fresh=fresh, first_position=self._step.first_position, window=params.window, round_q=self._round_q,
         )
 
     def finish_prefill(

@@ -5,6 +5,9 @@ Two partials merge to max(m), and acc and l each scaled by exp(m - max). A page 
 dequantised into memory of their own first, and a key that a row must not see weighs exactly nothing, whatever it holds.
 So in decode a page's partial depends on the keys and values that the row sees, on the row and its position, and on
 nothing else: not on the slot, the neighbours, the split of a span into calls, or the other rows of the step.
+
+``window`` is that of ``AttentionParams``. The partial of a page of which a row sees nothing is (0, 0, lowest), and a
+merge with it changes no bit of the other one, whichever comes first.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import math
 import threading
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from operator import attrgetter
 
@@ -41,6 +45,7 @@ def attend_decode(
     scratch: F32,
     *,
     first_position: int,
+    window: int = 0,
     round_q: bool = False,
 ) -> None:
     """Add T rows' attention over each part's pages to its scratch row, page by page.   scratch [rows, T, H, Dv + 2]"""
@@ -48,13 +53,15 @@ def attend_decode(
     if round_q:
         q = _rounded(q, geometry.k_type)
     q = _by_kv_head(q, geometry)
+    if first_page := _first_page(geometry, first_position, window):
+        parts = [_trimmed(part, first_page) for part in parts]
     pages = [page for part in parts for page in part.pages]
     partials = _memory.floats("partials", len(pages), rows, heads, geometry.v_dim + 2)
     tile = max(1, _TILE_BYTES // (4 * geometry.page_tokens * geometry.kv_heads * (geometry.k_dim + geometry.v_dim)))
     with np.errstate(all="ignore"):
         for at in range(0, len(pages), tile):
             some = slice(at, at + tile)
-            _page_partials(q, pool, geometry, pages[some], slots, first_position, partials[some])
+            _page_partials(q, pool, geometry, pages[some], slots, first_position, window, partials[some])
         _add_pages(parts, partials, scratch)
 
 
@@ -90,6 +97,7 @@ def attend_prefill(
     *,
     fresh: bool,
     first_position: int,
+    window: int = 0,
     round_q: bool = False,
 ) -> None:
     """Add T rows' attention over consecutive pages to the running partial.   running [T, H, Dv + 2]"""
@@ -103,13 +111,16 @@ def attend_prefill(
     totals = running.reshape(rows, geometry.kv_heads, -1, geometry.v_dim + 2).swapaxes(0, 1)   # [G, T, rep, Dv + 2]
     tile = max(32, _SCORE_BYTES // (4 * heads * geometry.page_tokens))
     with np.errstate(all="ignore"):
-        for page in pages:
+        for page in range(max(pages.start, _first_page(geometry, first_position, window)), pages.stop):
             keys, values = _load(pool, geometry, [slots[page]])
             seen = _seen(page, geometry, first_position)
             values[0, :, max(0, seen + rows - 1) :] = 0
-            for at in range(max(0, 1 - seen), rows, tile):   # rows before that see nothing of this page
-                some = slice(at, min(at + tile, rows))
-                _add_page(q[:, some], keys[0], values[0], seen + at, totals[:, some])
+            values[0, :, : _hidden(seen, window)] = 0
+            # Rows before the first of these, and behind the last, see nothing of this page.
+            end = min(rows, window + geometry.page_tokens - seen) if window else rows
+            for at in range(max(0, 1 - seen), end, tile):
+                some = slice(at, min(at + tile, end))
+                _add_page(q[:, some], keys[0], values[0], seen + at, window, totals[:, some])
 
 
 def finish_prefill(running: F32, out: F32) -> None:
@@ -126,6 +137,22 @@ def _by_kv_head(q: F32, geometry: PageGeometry) -> F32:
 def _seen(page: int, geometry: PageGeometry, position: int) -> int:
     """Keys of a page that the row at ``position`` sees, row t behind it t more; below 1 none, from P on all."""
     return position + 1 - page * geometry.page_tokens
+
+
+def _hidden(seen: int, window: int) -> int:
+    """Keys at a page's beginning that lie before the window of a row that sees ``seen``, as ``_seen`` counts them."""
+    return max(0, seen - window) if window else 0
+
+
+def _first_page(geometry: PageGeometry, position: int, window: int) -> int:
+    """The first page of which the row at ``position``, or one behind it, sees something."""
+    return _hidden(position + 1, window) // geometry.page_tokens
+
+
+def _trimmed(part: GroupPart, first_page: int) -> GroupPart:
+    """A part without its pages before ``first_page``, but for its last one: they would add nothing."""
+    start = max(part.pages.start, min(first_page, part.pages.stop - 1))
+    return replace(part, pages=range(start, part.pages.stop))
 
 
 class _Memory(threading.local):
@@ -164,7 +191,7 @@ def _load(pool: U8, geometry: PageGeometry, slots: Sequence[int]) -> tuple[F32, 
 
 def _page_partials(
     q: F32, pool: U8, geometry: PageGeometry, pages: Sequence[int], slots: Sequence[int], first_position: int,
-    partials: F32,
+    window: int, partials: F32,
 ) -> None:
     """The partial of every page and row, by itself.   q [G, T, rep, Dk]; partials [n, T, H, Dv + 2]
 
@@ -175,17 +202,30 @@ def _page_partials(
     scores = _scores(q, keys)
     seen_by_first = [_seen(page, geometry, first_position) for page in pages]
     cut = [(index, seen) for index, seen in enumerate(seen_by_first) if seen < geometry.page_tokens]
+    begun = [(index, seen) for index, seen in enumerate(seen_by_first) if _hidden(seen + rows - 1, window)]
     for index, seen in cut:
         values[index, :, max(0, seen + rows - 1) :] = 0
         for row in range(rows):
             scores[index, :, row, :, max(0, seen + row) :] = -np.inf
+    for index, seen in begun:
+        values[index, :, : _hidden(seen, window)] = 0
+        for row in range(rows):
+            scores[index, :, row, :, : _hidden(seen + row, window)] = -np.inf
     largest = np.maximum.reduce(scores, axis=-1, keepdims=True, initial=_LOWEST)
     scores -= largest
     weights = np.exp(scores, out=scores)
     out = partials.reshape(len(pages), rows, len(q), -1, geometry.v_dim + 2).swapaxes(1, 2)
     np.matmul(weights, values[:, :, None], out=out[..., :-2])
-    for index, seen in cut:
-        # Zero times a later row's value is not always zero: a row must not even meet it.
+    # Zero times a value that another row alone sees is not always zero: a row must not even meet it.
+    if begun and rows > 1:
+        own = _memory.floats("own", *values.shape[1:])
+        for index, seen in begun:
+            for row in range(rows):
+                np.copyto(own, values[index])
+                own[:, : _hidden(seen + row, window)] = 0
+                own[:, max(0, seen + row) :] = 0
+                np.matmul(weights[index, :, row], own, out=out[index, :, row, :, :-2])
+    for index, seen in [each for each in cut if each not in begun]:
         for row in range(rows - 2, -1, -1):
             values[index, :, max(0, seen + row) :] = 0
             np.matmul(weights[index, :, row], values[index], out=out[index, :, row, :, :-2])
@@ -204,7 +244,7 @@ def _scores(q: F32, keys: F32) -> F32:
     return scores
 
 
-def _add_page(q: F32, keys: F32, values: F32, seen: int, total: F32) -> None:
+def _add_page(q: F32, keys: F32, values: F32, seen: int, window: int, total: F32) -> None:
     """Add one page to the running partials of t rows, the first of which sees ``seen`` > 0 keys of it.
 
     q [G, t, rep, Dk]; keys [G, P, Dk]; values [G, P, Dv]; total [G, t, rep, Dv + 2]
@@ -215,6 +255,9 @@ def _add_page(q: F32, keys: F32, values: F32, seen: int, total: F32) -> None:
     scores = flat.reshape(groups, rows, rep, page_tokens)
     for row in range(min(rows, page_tokens - seen)):
         scores[:, row, :, seen + row :] = -np.inf
+    if window:
+        for row in range(max(0, window + 1 - seen), rows):
+            scores[:, row, :, : seen + row - window] = -np.inf
     largest = np.maximum.reduce(scores, axis=-1, keepdims=True)
     np.maximum(largest, total[..., -1:], out=largest)
     scores -= largest
