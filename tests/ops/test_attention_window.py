@@ -157,12 +157,13 @@ def test_what_no_row_sees_is_not_there(kv_type: KvType, window: int) -> None:
                 _same_bits(got, attend(geometry, pages, q, first, window=window))
 
 
-def test_a_row_does_not_meet_what_another_sees() -> None:
+@pytest.mark.parametrize("window", [3, 40])   # that begins and ends in one page, in two
+def test_a_row_does_not_meet_what_another_sees(window: int) -> None:
     """Infinite and NaN values that only the first rows see, or only the last, leave the other rows' bits alone."""
     context = Context(geometry_of(k_type=KvType.F32, v_type=KvType.F32), tokens=301)
-    q, window = context.q(6), 40   # the row at 295 + t sees [256 + t, 296 + t)
+    q, first = context.q(6), 296 - window   # the row at 295 + t sees [first + t, 296 + t)
     clean = decode(context.geometry, context.pages(), q, 295, window=window)
-    context.v[256], context.v[257], context.k[256] = np.inf, np.nan, np.nan
+    context.v[first], context.v[first + 1], context.k[first] = np.inf, np.nan, np.nan
     context.v[300], context.v[299] = np.nan, -np.inf
     spoiled = decode(context.geometry, context.pages(), q, 295, window=window)
     _same_bits(spoiled[2:4], clean[2:4])
