@@ -64,7 +64,7 @@ def test_another_processor_is_measured(
 ) -> None:
     """Machines of one name need not be one machine."""
     rates.find_rates(device, KV)
-    monkeypatch.setattr(rates, "_cpu_model", lambda: "another")
+    monkeypatch.setattr(rates, "cpu_model", lambda: "another")
     assert not rates.find_rates(device, KV).kept
     assert measured == ["products", "steps"] * 2
 
