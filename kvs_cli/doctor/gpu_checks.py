@@ -138,6 +138,8 @@ def _rates(name: str, facts: GpuFacts) -> Check:
 
 def _cupy(cuda: CudaFacts) -> Check:
     packages = ", ".join(cuda.cupy_packages or ())
+    if not cuda.gpus:
+        return Check("CuPy", f"{packages or 'not installed'}; without a GPU it is not needed")
     again = f"pip install --force-reinstall '{extra(cuda.driver_cuda)}'"
     if len(cuda.cupy_packages or ()) > 1:
         return problem("CuPy", f"{packages}: they break each other",
@@ -146,16 +148,15 @@ def _cupy(cuda: CudaFacts) -> Check:
         found = f"{packages or 'there'}, built for CUDA {dotted(cuda.cupy_cuda)}"
         line = "" if cuda.driver_cuda is None else cupy_problem(cuda.driver_cuda, cuda.cupy_cuda)
         return told("CuPy", line, again) if line else Check("CuPy", found)
-    if not cuda.gpus and not packages:
-        return Check("CuPy", "not installed; without a GPU it is not needed")
     return told("CuPy", cuda.cupy_problem or "not known", again)
 
 
 def _nvrtc(cuda: CudaFacts) -> Check:
     again = f"pip install --force-reinstall '{extra(cuda.driver_cuda)}'"
+    if not cuda.gpus:
+        version = "not installed" if cuda.nvrtc is None else dotted(cuda.nvrtc)
+        return Check("NVRTC", f"{version}; without a GPU it is not needed")
     if cuda.nvrtc is None:
-        if not cuda.gpus:
-            return Check("NVRTC", "not installed; without a GPU it is not needed")
         return told("NVRTC", cuda.nvrtc_problem or "not known", again)
     if cuda.nvrtc_problem is not None:
         return told("NVRTC", f"{dotted(cuda.nvrtc)}: {cuda.nvrtc_problem}", again)

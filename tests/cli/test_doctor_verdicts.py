@@ -145,6 +145,10 @@ OTHERS = (Holder(7, "python", 9 * GIB), Holder(8, "game", 6 * GIB), Holder(9, No
          "pip install --force-reinstall"),
         (cuda(driver_cuda=(12, 8), cupy_cuda=(12, 9)), "NVRTC", "problem", "the compiler NVRTC is 13.0",
          "or pip install 'kvs-llm[cuda12]'"),
+        (replace(GOOD, cuda=replace(NO_GPU, cupy_packages=("cupy-cuda13x 14.2.0",))), "CuPy", "ok",
+         "cupy-cuda13x 14.2.0; without a GPU it is not needed", ""),
+        (replace(GOOD, cuda=replace(NO_GPU, nvrtc=(13, 0), nvrtc_problem="odd")), "NVRTC", "ok",
+         "13.0; without a GPU it is not needed", ""),
         # Pinned memory.
         (replace(host(memlock_is_unlimited=False, memlock_bytes=65536), cuda=replace(CUDA, pinned=None)),
          "pinned memory", "warning", "the limit for locked memory is 0.06 MiB", "ulimit -l unlimited"),

@@ -6,7 +6,6 @@ neither. What a GPU or a virtual machine does not tell is None.
 
 from __future__ import annotations
 
-import csv
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping
@@ -19,7 +18,7 @@ from kvs_core.units import MIB
 _SMI_S = 20   # after which nvidia-smi is given up
 _SMI_GPU = ("pci.bus_id", "driver_version", "memory.total", "memory.free", "pcie.link.gen.current",
             "pcie.link.gen.max", "pcie.link.width.current", "pcie.link.width.max")
-_SMI_PROCESS = ("gpu_bus_id", "pid", "process_name", "used_memory")
+_SMI_PROCESS = ("gpu_bus_id", "pid", "used_memory", "process_name")   # a name may have commas, so it comes last
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +119,11 @@ def _nvml_holders(tell: Callable[..., Any], handle: Any) -> tuple[Holder, ...] |
 
 def _from_smi() -> Cards:
     holders: dict[str, list[Holder]] = {}
-    for address, pid, name, mib in _smi("compute-apps", _SMI_PROCESS):
+    for address, pid, mib, name in _smi("compute-apps", _SMI_PROCESS):
         number = _number(pid)
         if number is not None:
-            holders.setdefault(pci_address(address), []).append(Holder(number, name, _mib(mib)))
+            known = None if name.startswith("[") else name   # [Not Found], [Insufficient Permissions]
+            holders.setdefault(pci_address(address), []).append(Holder(number, known, _mib(mib)))
     driver, by_address = None, {}
     for address, version, total, free, *link in _smi("gpu", _SMI_GPU):
         driver, at = version, pci_address(address)
@@ -142,7 +142,7 @@ def _smi(what: str, fields: tuple[str, ...]) -> list[list[str]]:
         raise DeviceError(
             f"nvidia-smi failed: {said[0] if said else f'exit code {done.returncode}'}; install the NVIDIA driver again"
         )
-    rows = csv.reader(done.stdout.splitlines(), skipinitialspace=True)
+    rows = (line.strip().split(", ", len(fields) - 1) for line in done.stdout.splitlines())
     return [row for row in rows if len(row) == len(fields)]
 
 
