@@ -124,11 +124,13 @@ def synthesize(
     execute(name, out)
 
 
-@app.command(help="Look at this machine and say, in one line each, what is wrong for kvs and what to do: GPUs, driver, "
-                  "CuPy, NVRTC, who holds GPU memory, the PCIe link, pinned memory, RAM, BLAS, containers, caches, "
-                  "variables. Rates are measured, which takes some seconds, up to 1 GiB of each GPU and a quarter of "
-                  "the free RAM (2 GiB at most); no model is needed. Exit code 0: kvs can run here, be it on the CPU; "
-                  "1: it cannot. Begin here when a GPU is not used, or is slow.")
+@app.command(help="Look whether this machine has what kvs needs, and say what to do where it has not.\n\n"
+                  "GPUs, driver, CuPy, NVRTC, who holds GPU memory, the PCIe link, pinned memory, RAM, BLAS, "
+                  "containers, WSL, caches, variables: a line for each, with a verdict (ok, warning, problem). Begin "
+                  "here when a GPU is not used, or is slow.\n\n"
+                  "Rates are measured, which takes some seconds, up to 1 GiB of each GPU, and a quarter of the free "
+                  "RAM, 2 GiB at most; no model is needed. Exit code 0: kvs can run here, be it on the CPU; 1: it "
+                  "cannot.")
 def doctor(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object with all facts; null where not known.")]
     = False,

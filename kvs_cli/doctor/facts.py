@@ -28,7 +28,10 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class GpuFacts:
-    """problem: why kvs cannot use it, in one line. card: what NVML says; its link while copies ran, if they did."""
+    """problem: why kvs cannot use it, in one line.
+
+    card: what NVML says, the link while copies ran if they did; without NVML the free memory alone
+    """
 
     gpu: Gpu
     problem: str | None = None

@@ -27,7 +27,7 @@ from kvs_core.device.cuda.about import (
     nvrtc_version,
 )
 from kvs_core.device.cuda.modules import cupy_cuda, find_cuda
-from kvs_core.device.cuda.nvml import Card, Cards, read_cards
+from kvs_core.device.cuda.nvml import Card, Cards, PcieLink, read_cards
 from kvs_core.device.cuda.nvrtc import kernel_cache
 from kvs_core.device.cuda.requirements import LEAST_ARCH
 from kvs_core.device.host.device import HostDevice
@@ -145,12 +145,14 @@ def _gpu(probes: _Probes, gpu: Gpu, cards: Cards | None, pin_bytes: int) -> tupl
     if device is None:
         return GpuFacts(gpu, failure, card), None
     name, pinned = f"cuda:{gpu.index}", None
+    if card is None:   # the driver tells what is left when this program has its part, and not who holds the rest
+        card = Card(None, probes.ask(f"{name} memory", device.free_bytes), None, PcieLink())
     rates = probes.ask(f"{name} rates", lambda: _gpu_rates(device))
     awake = _card_of(probes.ask("NVML", read_cards), gpu)   # now that copies have woken the link
     if pin_bytes:
         pinned = probes.ask(f"{name} pinned memory", lambda: pin_stepwise(device, pin_bytes, _SLAB_BYTES))
     probes.ask(f"{name} closing", device.close)
-    if card is not None and awake is not None:
+    if awake is not None:
         card = replace(card, link=awake.link)
     return GpuFacts(gpu, None, card, rates), pinned
 
