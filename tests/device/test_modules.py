@@ -100,6 +100,14 @@ class FakeCuda:
         value._obj.value = {16: 132, 75: self.arch // 10, 76: self.arch % 10, 97: 232448}[attribute]
         return 0
 
+    def cuDeviceTotalMem_v2(self, size: Any, index: int) -> int:
+        size._obj.value = (24 + index) << 30
+        return 0
+
+    def cuDeviceGetPCIBusId(self, text: Any, size: int, index: int) -> int:
+        text.value = b"0000:C%d:00.0" % index
+        return 0
+
     def cuDevicePrimaryCtxRetain(self, context: Any, index: int) -> int:
         context._obj.value = 0xC0
         return 0
@@ -274,6 +282,7 @@ def fake_cupy(runtime: int) -> Any:
         (FakeCuda(gpus=2), 2, 13000, "there is no GPU 2; the driver sees 2, counted from 0"),
         (FakeCuda(arch=70), 0, 13000, "GPU 0, Fake GPU, has compute capability 7.0; 7.5 or newer is needed"),
         (FakeCuda(), 0, None, r"CuPy is not installed; pip install 'kvs-llm\[cuda13\]'"),
+        (FakeCuda(version=11080), 0, 11080, "the driver knows CUDA 11.8, 12.0 or newer is needed; update the driver"),
         (FakeCuda(version=12080), 0, None, r"CuPy is not installed; pip install 'kvs-llm\[cuda12\]'"),
         (FakeCuda(version=12080), 0, 13000, r"the driver knows CUDA 12.8, CuPy is built for 13; update the driver"),
         (FakeCuda(version=12080), 0, 12000, r"the driver knows CUDA 12.8, the compiler NVRTC is 13.\d+; update"),

@@ -62,6 +62,18 @@ class Driver:
         """Compute capability times ten."""
         return 10 * self.attribute(index, "capability_major") + self.attribute(index, "capability_minor")
 
+    def memory_bytes(self, index: int) -> int:
+        """All of the GPU's memory."""
+        size = ctypes.c_size_t()
+        self.call("cuDeviceTotalMem_v2", ctypes.byref(size), index)
+        return size.value
+
+    def pci_address(self, index: int) -> str:
+        """Such as 0000:01:00.0: the same whatever CUDA_VISIBLE_DEVICES makes of the order."""
+        text = ctypes.create_string_buffer(32)
+        self.call("cuDeviceGetPCIBusId", text, len(text), index)
+        return text.value.decode().lower()
+
     def primary_context(self, index: int) -> ctypes.c_void_p:
         """The context that CuPy and the CUDA runtime use too; current in this thread afterwards."""
         context = ctypes.c_void_p()

@@ -14,11 +14,9 @@ from kvs_core.device.cuda.arguments import ArgumentBlock
 from kvs_core.device.cuda.driver import INVALID_CONTEXT, Driver
 from kvs_core.device.cuda.kernel import Kernel, Launcher
 from kvs_core.device.cuda.nvrtc import cached_cubin, compile_cached, nvrtc
+from kvs_core.device.cuda.requirements import arch_problem, cupy_problem, dotted, driver_problem, extra, nvrtc_problem
 from kvs_core.errors import DeviceError
 from kvs_core.units import Progress
-
-LEAST_ARCH = 75
-"""The first compute capability, times ten, that the kernels are written for."""
 
 # CUlaunchConfig: grid, block, bytes of shared memory, stream, attributes, their number
 _CONFIG = struct.Struct("7IQQI0Q")
@@ -129,8 +127,8 @@ class CudaModules(Launcher):
             return self._driver.load_module(cubin)
         except DeviceError as error:
             raise DeviceError(
-                f"{unit[0]}: {error}; compiled by NVRTC {_dotted(nvrtc().version)} for a driver of CUDA "
-                f"{_dotted(self._driver.cuda_version)}: update the driver if that is older"
+                f"{unit[0]}: {error}; compiled by NVRTC {dotted(nvrtc().version)} for a driver of CUDA "
+                f"{dotted(self._driver.cuda_version)}: update the driver if that is older"
             ) from error
 
     def _enter(self, kernel: Kernel) -> _Entry:
@@ -174,40 +172,29 @@ def find_cuda(index: int = 0) -> CudaFound | str:
         if index >= gpus:
             return f"there is no GPU {index}; the driver sees {gpus}, counted from 0"
         name, arch, knows = driver.name(index), driver.arch(index), driver.cuda_version
-        if arch < LEAST_ARCH:
-            return f"GPU {index}, {name}, has compute capability {arch / 10}; {LEAST_ARCH / 10} or newer is needed"
-        problem = _cupy_problem(knows)
+        problem = arch_problem(index, name, arch) or driver_problem(knows) or cupy_problem(knows, cupy_cuda(knows))
         if problem:
             return problem
         compiler = nvrtc()
-        if compiler.version[0] > knows[0]:
-            return (
-                f"the driver knows CUDA {_dotted(knows)}, the compiler NVRTC is {_dotted(compiler.version)}; update "
-                "the driver, or pip install 'kvs-llm[cuda12]'"
-            )
+        problem = nvrtc_problem(knows, compiler.version)
+        if problem:
+            return problem
         if not compiler.supports(arch):
-            return f"NVRTC {_dotted(compiler.version)} does not know sm_{arch} ({name}); install a newer one"
+            return f"NVRTC {dotted(compiler.version)} does not know sm_{arch} ({name}); install a newer one"
     except DeviceError as error:
         return str(error)
-    return CudaFound(index, name, arch, _dotted(knows), _dotted(compiler.version))
+    return CudaFound(index, name, arch, dotted(knows), dotted(compiler.version))
 
 
-def _cupy_problem(driver_cuda: tuple[int, int]) -> str:
-    wanted = "cuda13" if driver_cuda[0] >= 13 else "cuda12"
+def cupy_cuda(driver_cuda: tuple[int, int] | None) -> tuple[int, int]:
+    """The CUDA that CuPy is built for. ``DeviceError`` if it cannot be loaded, with the extra for that driver."""
     try:
         import cupy
     except ImportError as error:
         if isinstance(error, ModuleNotFoundError) and error.name == "cupy":
-            return f"CuPy is not installed; pip install 'kvs-llm[{wanted}]'"
-        return f"CuPy cannot be loaded ({str(error).splitlines()[0]}); pip install 'kvs-llm[{wanted}]'"
-    built = cupy.cuda.runtime.runtimeGetVersion() // 1000
-    if built > driver_cuda[0]:
-        return (
-            f"the driver knows CUDA {_dotted(driver_cuda)}, CuPy is built for {built}; update the driver, or remove "
-            f"that CuPy and pip install 'kvs-llm[{wanted}]'"
-        )
-    return ""
-
-
-def _dotted(version: tuple[int, int]) -> str:
-    return ".".join(map(str, version))
+            raise DeviceError(f"CuPy is not installed; pip install '{extra(driver_cuda)}'") from None
+        raise DeviceError(
+            f"CuPy cannot be loaded ({str(error).splitlines()[0]}); pip install '{extra(driver_cuda)}'"
+        ) from error
+    version = cupy.cuda.runtime.runtimeGetVersion()
+    return version // 1000, version % 1000 // 10

@@ -15,8 +15,11 @@ import ctypes
 import hashlib
 import logging
 import os
+import shutil
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -161,6 +164,39 @@ def cache_root() -> Path:
     if own := os.environ.get("KVS_CACHE_DIR"):
         return Path(own)
     return Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")) / "kvs"
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCache:
+    """Compiled kernels on disk.
+
+    writable         whether the next one could be kept, also where the folder is still to be made
+    disk_free_bytes  None if the disk does not tell
+    """
+
+    folder: Path
+    entries: int
+    size_bytes: int
+    writable: bool
+    disk_free_bytes: int | None
+
+
+def kernel_cache() -> KernelCache:
+    """Its state now. Leaves nothing behind."""
+    folder = cache_root() / "kernels"
+    sizes = []
+    with suppress(OSError):
+        sizes = [path.stat().st_size for path in folder.glob("*.cubin")]
+    above = next(place for place in (folder.absolute(), *folder.absolute().parents) if os.path.exists(place))
+    try:
+        with tempfile.TemporaryFile(dir=above):
+            writable = True
+    except OSError:
+        writable = False
+    free = None
+    with suppress(OSError):
+        free = shutil.disk_usage(above).free
+    return KernelCache(folder, len(sizes), sum(sizes), writable, free)
 
 
 @cache
