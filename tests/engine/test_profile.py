@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvs_core.device.host.device import HostDebug
 from kvs_core.engine.profile import LayerProfile, Profile, profile_layers
 from kvs_core.engine.session import Session
 from kvs_core.errors import DeviceError
@@ -72,7 +73,7 @@ def test_shares_are_those_of_softmax_in_float64(
 @pytest.mark.parametrize("types", [("f32", "f32"), ("q8_0", "q4_0")], ids=str)
 @pytest.mark.parametrize("arch", ["llama", "qwen35"])
 def test_the_arena_changes_no_bit(tiny_models: dict[str, Path], arch: str, types: tuple[str, str]) -> None:
-    """Streamed through small rings in any runs, and resident: the same profile."""
+    """Streamed through small rings in any runs, and resident: the same profile. What is overwritten is poison first."""
     kv = kv_settings(*types)
     with engine(tiny_models[arch], kv=replace(kv, residency_mode="resident")) as built:
         tokens = text(built.spec.n_vocab, 400)
@@ -80,7 +81,8 @@ def test_the_arena_changes_no_bit(tiny_models: dict[str, Path], arch: str, types
         assert built.report().h2d_bytes == 0
     for pool, ring, run in ((0.0, 0, 0), (0.1, 3, 2), (0.2, 5, 1)):
         told = replace(kv, ring_slots=ring, run_pages=run)
-        with engine(tiny_models[arch], kv=told, pool=pool, fixed=True, lower=True) as built:
+        debug = HostDebug(poison=True, copy_delay=lambda: 0.0002)
+        with engine(tiny_models[arch], kv=told, pool=pool, fixed=True, lower=True, debug=debug) as built:
             assert profile_layers(built, tokens, (50, 64, 300)) == resident
             assert built.report().h2d_bytes > 0
 
