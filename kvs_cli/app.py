@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperCommand
 
-from kvs_cli.commands import bench
+from kvs_cli.commands import bench, profile
 from kvs_cli.completion import SHELLS, completion_script
 from kvs_cli.ending import (
     FAILED,
@@ -110,6 +110,9 @@ def serve(ctx: typer.Context) -> None:
     from kvs_cli.commands.serve import execute
 
     raise typer.Exit(execute(settings))
+
+
+profile.register(app)
 
 
 @app.command(help="Write a model with the shapes of a real one and random weights, for measuring other programs: "

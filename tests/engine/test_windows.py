@@ -45,6 +45,18 @@ def test_tokens_become_pages_that_hold_them_wherever_the_last_page_ends() -> Non
     assert windows_of(replace(WINDOW, window_layers=layers)).resident_slots == 256 + 6 + 256
 
 
+def test_a_layer_that_slides_needs_no_window() -> None:
+    """It never streams; the others do need one."""
+    layers = [LAYERS[0], replace(LAYERS[1], window=512), LAYERS[2]]
+    said = replace(WINDOW, window_tokens=None, window_layers=(LayerWindow(3, 3, 4096), LayerWindow(11, 11, None)))
+    sizes = {"context_tokens": 65536, "step_rows": 512, "head_pages": 0}
+    planned = plan_windows(layers, 12, said, GEOMETRY, **sizes)
+    assert planned is not None
+    assert planned.pages == (17, None, None)
+    with pytest.raises(SettingsError, match="layer 7 has no window"):
+        plan_windows(LAYERS, 12, said, GEOMETRY, **sizes)
+
+
 def test_other_modes_have_no_windows() -> None:
     """Nothing is planned."""
     assert plan_windows(
