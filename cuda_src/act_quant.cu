@@ -1,6 +1,7 @@
 // Rows of f32 to activation records (common/quant256.cuh), and the steps that go with it. One warp per (256 values,
 // row); grid (blocks of four 256-blocks, rows), 128 threads. Rows of n numbers lie ``stride`` numbers apart. Those of
 // add_quant and apply_parts begin at 16 bytes if n is a multiple of 4; of the others n always is, and they do.
+#include "common/gelu.cuh"
 #include "common/quant256.cuh"
 
 struct Place { int lane, block, first, row; };
@@ -153,13 +154,19 @@ gated_norm(const float* x, int stride, const float* z, int z_stride, const float
   store8(out + (size_t)p.row * n, v, p.first, n);
 }
 
-// out[row][c] = silu(y[row][c]) * y[row][n + c].   y [rows][2 n]; out rows out_stride apart
-extern "C" __global__ void __launch_bounds__(128) swiglu(const float* y, int n, float* out, int out_stride) {
+// out[row][c] = silu(y[row][c]) * y[row][n + c], or of gelu.   y [rows][2 n]; out rows out_stride apart
+template <bool GELU> DEVICE void gated(const float* y, int n, float* out, int out_stride) {
   pdl_trigger();
   pdl_wait();
   const int c = blockIdx.x * 128 + threadIdx.x;
   if (c >= n) return;
   const float* row = y + (size_t)blockIdx.y * 2 * n;
   const float gate = ldcg(row + c), up = ldcg(row + n + c);
-  out[(size_t)blockIdx.y * out_stride + c] = up * (gate / (1.f + __expf(-gate)));
+  out[(size_t)blockIdx.y * out_stride + c] = up * (GELU ? gelu(gate) : gate / (1.f + __expf(-gate)));
+}
+extern "C" __global__ void __launch_bounds__(128) swiglu(const float* y, int n, float* out, int out_stride) {
+  gated<false>(y, n, out, out_stride);
+}
+extern "C" __global__ void __launch_bounds__(128) geglu(const float* y, int n, float* out, int out_stride) {
+  gated<true>(y, n, out, out_stride);
 }

@@ -1,6 +1,6 @@
 // The first kernels of a step: rows of the embedding table, and the angles of its positions.
 //
-//   embed        x[t] = row tokens[t] of the table, zeros if there is none   x [T][n] f32
+//   embed        x[t] = row tokens[t] of the table times factor, zeros if there is none   x [T][n] f32
 //   rope_table   cs[t][i] = (cos, sin)(angle) * magnitude, angle = (position + t) * inv_freq[i], in float64
 //
 // The table is rows as in common/gguf_blocks.cuh, in pinned host memory or anywhere the GPU can read. embed comes with
@@ -15,7 +15,7 @@
 
 // Grid: tiles / 8, T.
 extern "C" __global__ void __launch_bounds__(256)
-embed(const u8* table, long long row_bytes, int n, int n_vocab, const int* tokens, float* x) {
+embed(const u8* table, long long row_bytes, int n, int n_vocab, const int* tokens, float factor, float* x) {
   using Table = Blocks<TYPE>;
   const int tile = blockIdx.x * 8 + (threadIdx.x >> 5), lane = threadIdx.x & 31;
   const u32 token = ldcg_u32(tokens + blockIdx.y);
@@ -23,6 +23,10 @@ embed(const u8* table, long long row_bytes, int n, int n_vocab, const int* token
   float v[8] = {};
   if (token < (u32)n_vocab && tile < tiles_of(n))
     Table::values(Table::load(table + token * row_bytes, tile, lane, n), lane, v);
+  if (factor != 1.f) {
+#pragma unroll
+    for (int i = 0; i < 8; i++) v[i] *= factor;
+  }
   pdl_wait();
   float* row = x + (size_t)blockIdx.y * n;
   const int k = tile * TILE + Table::first(lane);

@@ -9,6 +9,7 @@
 //           GATED_NORM  the same of rows normed per head of 128 and gated by silu(z)
 //   -DOUTPUT=PLAIN   y = product + bias
 //           SWIGLU   tile rows 0-7 are gate rows, 8-15 the matching up rows: y[row][c] = silu(gate c) * up c
+//           GEGLU    the same with gelu(gate c)
 //
 // A block is one of n_splits ranges of columns x a range of row tiles. Its (tile, 256 columns) items are dealt to the
 // warps as equal contiguous runs; each warp streams its run through a ring of bulk copies of its own. Tiles that a run
@@ -17,6 +18,7 @@
 //
 // Shared memory: rings [WARPS][stages][RECORD], in the end the parts of cut tiles | barriers | activation records of
 // the block's columns [blocks][plane][rows] | 8 row factors | value table
+#include "common/gelu.cuh"
 #include "common/record_dot.cuh"
 
 #define RECORDS 0
@@ -24,6 +26,7 @@
 #define GATED_NORM 2
 #define PLAIN 0
 #define SWIGLU 1
+#define GEGLU 2
 
 constexpr int STAGES_AHEAD = 2;   // filled while the kernel before still runs: more would flood the memory it needs
 
@@ -161,7 +164,11 @@ matmul_decode(const u8* __restrict__ weight, int n_tiles, int n_blocks, int n_sp
 
   const auto store = [&](const float (&o)[4], int tile) {
     if (!WIDE && t >= 2) return;   // low bytes' columns: already added to the others
-#if OUTPUT == SWIGLU
+#if OUTPUT == GEGLU
+    const int c = tile * tile_step + g;
+    if (c0 < rows) y[(size_t)c0 * y_stride + c] = o[2] * gelu(o[0]);
+    if (c1 < rows) y[(size_t)c1 * y_stride + c] = o[3] * gelu(o[1]);
+#elif OUTPUT == SWIGLU
     const int c = tile * tile_step + g;
     if (c0 < rows) y[(size_t)c0 * y_stride + c] = o[2] * (o[0] / (1.f + __expf(-o[0])));
     if (c1 < rows) y[(size_t)c1 * y_stride + c] = o[3] * (o[1] / (1.f + __expf(-o[1])));

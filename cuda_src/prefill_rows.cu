@@ -12,11 +12,13 @@
 //     rms_rows      x [T, E] -> RMS-normed rows [T, E]
 //     round_rows    rows [T, n] float32 -> [T, n]
 //     swiglu_rows   gates and ups [T, 2n] -> columns [first, first + n) of rows [T, F]
+//     geglu_rows    the same with gelu(gate)
 //     divide_rows   x /= scale, before a product is added to it: exact down to 2^-126, below which is 0 (-ftz)
 //     finish_rows   y = y * scale + bias
 //
 // Launched plainly, one after the other. float16 rows and products are contiguous, others ``stride`` numbers apart; E,
 // n, F and the strides of what is read are multiples of 4, first is even.
+#include "common/gelu.cuh"
 #include "common/ptx.cuh"
 
 constexpr int BLOCK = 256;
@@ -91,13 +93,15 @@ round_rows(const float* rows, int stride, int n, u16* out, float* peaks) {
   for (int i = threadIdx.x; i < n / 4; i += BLOCK) to[i] = halves(from[i], factor);
 }
 
-DEVICE float swiglu(float gate, float up) { return gate / (1.f + ex2(gate * -1.4426950408889634f)) * up; }
+template <bool GELU> DEVICE float gated(float gate, float up) {
+  return GELU ? gelu(gate) * up : gate / (1.f + ex2(gate * -1.4426950408889634f)) * up;
+}
 
 // products [T, 2n]: n gates, then n ups. bias: null, or [2F], gates' first. The row's peak grows from call to call; if
 // its scale changes, this block rounds its columns again and moves the earlier ones.
-extern "C" __global__ void __launch_bounds__(BLOCK)
-swiglu_rows(const float* products, int n, const float* peaks_in, const float* bias, int first, int width, u16* out,
-            float* peaks) {
+template <bool GELU>
+DEVICE void gated_rows(const float* products, int n, const float* peaks_in, const float* bias, int first, int width,
+                       u16* out, float* peaks) {
   __shared__ float tops[WARPS];
   const float2* const gates = (const float2*)(products + (size_t)blockIdx.x * 2 * n);
   const float2* const ups = gates + n / 2;
@@ -111,7 +115,7 @@ swiglu_rows(const float* products, int n, const float* peaks_in, const float* bi
       const float* const add = bias + first + 2 * i;
       g.x += add[0], g.y += add[1], u.x += add[width], u.y += add[width + 1];
     }
-    return make_float2(swiglu(g.x, u.x), swiglu(g.y, u.y));
+    return make_float2(gated<GELU>(g.x, u.x), gated<GELU>(g.y, u.y));
   };
   float top = first ? peaks[blockIdx.x] : 0.f;
   const float expected = scale_of(top), factor = inverse(expected);
@@ -130,6 +134,16 @@ swiglu_rows(const float* products, int n, const float* peaks_in, const float* bi
     const float2 v = columns(i);
     to[i] = f2h2(v.x * inverse(scale), v.y * inverse(scale));
   }
+}
+extern "C" __global__ void __launch_bounds__(BLOCK)
+swiglu_rows(const float* products, int n, const float* peaks_in, const float* bias, int first, int width, u16* out,
+            float* peaks) {
+  gated_rows<false>(products, n, peaks_in, bias, first, width, out, peaks);
+}
+extern "C" __global__ void __launch_bounds__(BLOCK)
+geglu_rows(const float* products, int n, const float* peaks_in, const float* bias, int first, int width, u16* out,
+           float* peaks) {
+  gated_rows<true>(products, n, peaks_in, bias, first, width, out, peaks);
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK)

@@ -153,6 +153,7 @@ class RunResult:
                 "active_pages": stats.active_pages,
                 "streamed_pages_per_step": stats.streamed_pages_per_step,
                 "h2d_bytes": kv.h2d_bytes,
+                "h2d_bytes_by_layer": dict(zip(map(str, kv.layer_numbers), stats.moved_bytes, strict=True)),
                 "h2d_bytes_per_token": self.h2d_bytes_per_token,
                 "d2h_bytes": kv.d2h_bytes,
                 "h2d_calls": kv.h2d_calls,

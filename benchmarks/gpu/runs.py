@@ -249,7 +249,7 @@ def matmuls_ms(engine: Engine, rows: int) -> tuple[float, float]:
             ops.project(x, norm, joint, y, eps=eps, phase=Phase.PREFILL)
             ops.add_projected(mixed, out, x, phase=Phase.PREFILL)
             rows_of = workspace.rows("ffn", rows)
-            ops.project_swiglu(x, forward.norm, forward.gate_up, rows_of, eps=eps, phase=Phase.PREFILL)
+            ops.project_gated(x, forward.norm, forward.gate_up, rows_of, eps=eps, phase=Phase.PREFILL)
             ops.add_projected(rows_of, forward.down, x, phase=Phase.PREFILL)
 
     return milliseconds(multiply, stream, 3), operations

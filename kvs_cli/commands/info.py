@@ -96,7 +96,10 @@ def _shape(layer: LayerSpec) -> Section:
     if layer.gdn is not None:
         gdn = layer.gdn
         return {"k_heads": gdn.k_heads, "v_heads": gdn.v_heads, "k_dim": gdn.d_k, "v_dim": gdn.d_v}
-    return {"heads": layer.heads, "kv_heads": layer.kv_heads, "k_dim": layer.k_dim, "v_dim": layer.v_dim}
+    return {
+        "heads": layer.heads, "kv_heads": layer.kv_heads, "k_dim": layer.k_dim, "v_dim": layer.v_dim,
+        "window": layer.window or None,
+    }
 
 
 def _tokenizer(model: OpenModel) -> Section:
@@ -235,7 +238,7 @@ def _layer_lines(groups: list[Section]) -> dict[str, str]:
             text = f"{group['v_heads']} states on {group['k_heads']} key heads, {sizes}"
         else:
             text = f"{group['heads']} query heads on {group['kv_heads']} KV heads, {sizes}"
-        lines[f"{len(group['indices'])} {group['kind']}"] = text
+        lines[f"{len(group['indices'])} {_kind(group)}"] = text
     return lines
 
 
@@ -243,7 +246,7 @@ def _planned_lines(layers: list[Section]) -> dict[str, str]:
     """Layers that are alike, together, in the order of the first ones."""
     alike: dict[tuple[Any, ...], list[int]] = {}
     for layer in layers:
-        facts = layer["kind"], layer["kv_token_bytes"], layer["resident_pages"], layer["streamed_pages"]
+        facts = _kind(layer), layer["kv_token_bytes"], layer["resident_pages"], layer["streamed_pages"]
         alike.setdefault(facts, []).append(layer["index"])
     return {
         _numbers(indices): f"{kind}, {token_bytes:,} bytes of KV per token; {resident} pages resident, "
@@ -251,6 +254,12 @@ def _planned_lines(layers: list[Section]) -> dict[str, str]:
         if token_bytes else f"{kind}, a state of fixed size and no KV"
         for (kind, token_bytes, resident, streamed), indices in alike.items()
     }
+
+
+def _kind(layer: Section) -> str:
+    """``full``, or ``last 1,024 tokens`` of a layer that sees but these."""
+    window = layer.get("window")
+    return f"last {window:,} tokens" if window else str(layer["kind"])
 
 
 def _numbers(indices: list[int]) -> str:

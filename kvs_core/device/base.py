@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -120,6 +121,13 @@ class RopeTable:
     def n_rot(self) -> int:
         """Rotated values per head; the rest pass."""
         return 2 * len(self.inv_freq)
+
+
+class Activation(Enum):
+    """What a gated feed-forward makes of its gate g before it multiplies the up row."""
+
+    SILU = "silu"   # g * sigmoid(g)
+    GELU = "gelu"   # g * sigmoid(2 u) = g / 2 * (1 + tanh(u)), u = sqrt(2 / pi) * (g + 0.044715 g^3)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -256,6 +264,7 @@ class StepSizes:
     n_vocab     rows of the output head
     heads, kv_heads, k_dim  of the attention layers; 0 without
     gdn         of the recurrent layers; None without
+    post_norms  whether there is an ``add_normed``
     """
 
     rows: int
@@ -267,6 +276,7 @@ class StepSizes:
     kv_heads: int
     k_dim: int
     gdn: GdnShape | None = None
+    post_norms: bool = False
 
 
 class Weight(Protocol):
@@ -312,8 +322,8 @@ class Ops(Protocol):
     from the ``StepInputs`` on the device, so they are no arguments; a plan's pages from what ``load_plan`` put there.
     """
 
-    def embed(self, table: Weight, x: Buffer) -> None:
-        """x[t] = row tokens[t] of the table, for the step's tokens. The first op of a step.   x [T, E]"""
+    def embed(self, table: Weight, x: Buffer, *, factor: float = 1.0) -> None:
+        """x[t] = row tokens[t] of the table times factor, for the step's tokens. The first op of a step.   x [T, E]"""
         ...
 
     def project(self, x: Buffer, norm: Buffer, weight: Weight, out: Buffer, *, eps: float, phase: Phase) -> None:
@@ -323,8 +333,11 @@ class Ops(Protocol):
         """
         ...
 
-    def project_swiglu(self, x: Buffer, norm: Buffer, weight: Weight, out: Buffer, *, eps: float, phase: Phase) -> None:
-        """out = g * sigmoid(g) * u, where g and u are the halves of ``project``'s rows.   weight [2 F, E]; out [T, F]
+    def project_gated(
+        self, x: Buffer, norm: Buffer, weight: Weight, out: Buffer, *, eps: float, phase: Phase,
+        activation: Activation = Activation.SILU,
+    ) -> None:
+        """out = activation(g) * u, where g and u are the halves of ``project``'s rows.   weight [2 F, E]; out [T, F]
 
         out is what ``add_projected`` takes next; its form on the device is the device's own.
         """
@@ -334,6 +347,13 @@ class Ops(Protocol):
         """x += rows @ weight.T + bias   rows [T, n_in]; x [T, E]
 
         In DECODE a device may keep the sum back until the next op that takes x.
+        """
+        ...
+
+    def add_normed(self, rows: Buffer, weight: Weight, norm: Buffer, x: Buffer, *, eps: float, phase: Phase) -> None:
+        """x += rms(rows @ weight.T + bias) * norm   rows [T, n_in]; norm [E]; x [T, E]
+
+        rows as in ``add_projected``. Source: Gemma 2 report, 2024, section 2 (post-norm).
         """
         ...
 
@@ -436,6 +456,10 @@ class Ops(Protocol):
 
         logits [T, V]; results int32 and float32 [T, k], good until the next call. None if k is more than a device can.
         """
+        ...
+
+    def softcap(self, logits: Buffer, cap: float) -> None:
+        """logits = cap * tanh(logits / cap), in place.   logits [T, V]; cap > 0. Source: as ``add_normed``."""
         ...
 
     def rms_norm(self, x: Buffer, norm: Buffer, out: Buffer, *, eps: float) -> None:
@@ -553,7 +577,7 @@ class Device(Protocol):
 
     def prepare_ops(
         self, geometry: PageGeometry, attention: Sequence[AttentionParams], recurrent: Sequence[GdnShape],
-        progress: Progress | None = None,
+        activation: Activation, progress: Progress | None = None,
     ) -> None:
         """Make ready all that steps of the model that was loaded will use. Once, after its last tensor.
 

@@ -8,6 +8,7 @@ Recording runs the same model code that an eager step runs.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ from kvs_core.streaming.kv_step import KvStep
 class _Recording:
     signature: Hashable
     work: Captured
+    moved: Counter[int]   # bytes copied to the device by each launch, by layer
 
 
 class CapturedSteps:
@@ -44,14 +46,17 @@ class CapturedSteps:
         if key not in self._recordings or self._recordings[key].signature != signature:
             self._recordings.pop(key, None)   # its memory goes before the new one's comes
             self._last = None
+            before = kv.moved
             try:
                 work = self._device.capture(inputs, record)
             finally:
-                kv.after_capture()
-            self._recordings[key] = _Recording(signature, work)
+                moved = kv.after_capture(before)
+            self._recordings[key] = _Recording(signature, work, moved)
             self.recorded += 1
-        self._last = self._recordings[key].work
+        recording = self._recordings[key]
+        self._last = recording.work
         self._last.launch(inputs)
+        kv.launched(recording.moved)
 
     def elapsed_s(self) -> float | None:
         """Seconds that the last launch took on the device, if it is done."""

@@ -48,6 +48,7 @@ class KvReport:
     page_tokens: int
     page_bytes: int
     stats: KvStats
+    layer_numbers: Sequence[int]   # the model's numbers of the layers that ``stats`` counts
     h2d_bytes: int
     h2d_calls: int
     d2h_bytes: int
@@ -94,7 +95,7 @@ class Engine:
         )
         device.prepare_ops(
             plan(free_bytes=device.free_bytes()).geometry, self._model.attention, self._model.recurrent,
-            kernel_progress,
+            spec.activation, kernel_progress,
         )
         budget = plan(free_bytes=device.free_bytes())   # an arena chosen here comes from what the weights left
         self.context, self.geometry, self.need = budget.context, budget.geometry, budget.need
@@ -292,6 +293,7 @@ class Engine:
             page_tokens=self.geometry.page_tokens,
             page_bytes=self.geometry.page_bytes,
             stats=self._kv.stats(),
+            layer_numbers=self.kv_layer_numbers,
             h2d_bytes=counters.copy_bytes,
             h2d_calls=counters.copy_calls,
             d2h_bytes=counters.publish_bytes,

@@ -1,6 +1,7 @@
-"""The parts that models are built from: attention, SwiGLU feed-forward, Gated DeltaNet.
+"""The parts that models are built from: attention, gated feed-forward, Gated DeltaNet.
 
-Each part adds its result to the residual rows ``x`` of a step: ``x += part(rms(x, norm))``. All arrays are views on the
+Each part adds its result to the residual rows ``x`` of a step: ``x += part(rms(x, norm))``, or, where it has a norm
+behind it, ``x += rms(part(rms(x, norm)), post_norm)``. All arrays are views on the
 workspace; nothing large is made here. Letters: T rows, E hidden, F feed-forward, H query heads, G KV heads.
 
 A part is few ops, each as large as a device can fuse: projected rows y of all that one norm feeds, the mixing of rows,
@@ -15,7 +16,7 @@ from typing import Protocol
 
 import numpy as np
 
-from kvs_core.device.base import AttentionParams, AttentionRows, Buffer, GdnWeights, Ops, Turn, Weight
+from kvs_core.device.base import Activation, AttentionParams, AttentionRows, Buffer, GdnWeights, Ops, Turn, Weight
 from kvs_core.device.workspace import BufferSpec, Workspace
 from kvs_core.memory.phases import Phase
 from kvs_core.models.spec import LayerSpec
@@ -106,18 +107,23 @@ class Step:
         self.ops.project(self.x, norm, weight, out, eps=self.eps, phase=self.batch.phase)
         return out
 
-    def add(self, rows: Buffer, weight: Weight) -> None:
-        """x += rows @ weight.T"""
-        self.ops.add_projected(rows, weight, self.x, phase=self.batch.phase)
+    def add(self, rows: Buffer, weight: Weight, post_norm: Buffer | None = None) -> None:
+        """x += rows @ weight.T, perhaps through an RMSNorm"""
+        if post_norm is None:
+            self.ops.add_projected(rows, weight, self.x, phase=self.batch.phase)
+        else:
+            self.ops.add_normed(rows, weight, post_norm, self.x, eps=self.eps, phase=self.batch.phase)
 
 
 @dataclass(frozen=True, slots=True)
 class FeedForward:
-    """SwiGLU: down(silu(gate(y)) * up(y)), y = rms(x, norm)."""
+    """SwiGLU and its kin: down(activation(gate(y)) * up(y)), y = rms(x, norm)."""
 
     norm: Buffer
     gate_up: Weight
     down: Weight
+    activation: Activation = Activation.SILU
+    post_norm: Buffer | None = None
 
     @staticmethod
     def buffers(rows: int, n_ff: int) -> list[BufferSpec]:
@@ -125,10 +131,12 @@ class FeedForward:
         return [BufferSpec("ffn", (rows, n_ff), ACTIVATION, overlay="ffn")]
 
     def add_to(self, step: Step) -> None:
-        """x += down(silu(gate(y)) * up(y))"""
+        """x += down(activation(gate(y)) * up(y))"""
         rows = step.rows("ffn")
-        step.ops.project_swiglu(step.x, self.norm, self.gate_up, rows, eps=step.eps, phase=step.batch.phase)
-        step.add(rows, self.down)
+        step.ops.project_gated(
+            step.x, self.norm, self.gate_up, rows, eps=step.eps, phase=step.batch.phase, activation=self.activation
+        )
+        step.add(rows, self.down, self.post_norm)
 
 
 def attention_columns(layer: LayerSpec) -> int:
@@ -145,6 +153,7 @@ class Attention:
     qkv: Weight
     out: Weight
     params: AttentionParams
+    post_norm: Buffer | None = None
 
     @staticmethod
     def buffers(layer: LayerSpec, rows: int) -> list[BufferSpec]:
@@ -160,7 +169,7 @@ class Attention:
         """x += out(attention(q, k, v) [* sigmoid(gate)]), all of rms(x, norm)"""
         rows = self._rows(step)
         step.kv.layer(self._kv_index).attend(rows, self.params)
-        step.add(rows.out, self.out)
+        step.add(rows.out, self.out, self.post_norm)
 
     def add_to_tiles(self, tiles: Sequence[Step], turn: Turn) -> None:
         """The same in every tile of a step."""
@@ -171,7 +180,7 @@ class Attention:
         tiles[0].kv.layer(self._kv_index).attend_tiles(parts, self.params, turn)
         for number, (tile, rows) in enumerate(zip(tiles, parts, strict=True)):
             turn(number)
-            tile.add(rows.out, self.out)
+            tile.add(rows.out, self.out, self.post_norm)
 
     @property
     def _kv_index(self) -> int:

@@ -1,10 +1,10 @@
-"""What the archs of plain attention and SwiGLU share: their keys, their tensors and their layers.
+"""What the archs of plain attention and a gated feed-forward share: their keys, their tensors and their layers.
 
     x += out(attention(rope(norm(q(y))), rope(norm(k(y))), v(y)))      y = rms(x, attn_norm)
-    x += down(silu(gate(y)) * up(y))                                   y = rms(x, ffn_norm)
+    x += down(activation(gate(y)) * up(y))                             y = rms(x, ffn_norm)
 
-An arch says in which pairs a head turns, which biases it has and whether q and k have a norm. All of a head turns. What
-layers have in common is told of each of them, so that a layer may differ from the next one.
+An arch says in which pairs a head turns, which biases it has and whether q and k, and what is added, have a norm. All
+of a head turns. What layers have in common is told of each of them, so that a layer may differ from the next one.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ from __future__ import annotations
 from collections.abc import Collection
 from math import sqrt
 
-from kvs_core.device.base import RopeTable
 from kvs_core.errors import ModelFileError
 from kvs_core.formats.gguf import GgufFile
 from kvs_core.models.model import Layer
 from kvs_core.models.nextn import NextN
-from kvs_core.models.rope import read_rope
+from kvs_core.models.rope import Ropes, read_rope
 from kvs_core.models.spec import ModelSpec, TensorSpec, read_common, rope_tensors
-from kvs_core.models.weights import Loader
+from kvs_core.models.weights import POST_NORMS, Loader
 
 
 def read_dense(file: GgufFile, arch: str, *, interleaved: bool, scale: float = 0.0) -> ModelSpec:
@@ -75,6 +74,8 @@ def dense_tensors(
                 table.append(TensorSpec(f"{block}.{name}.bias", shape[1:], optional=name in maybe_biases))
         table.append(TensorSpec(f"{block}.attn_norm.weight", (n_embd,)))
         table.append(TensorSpec(f"{block}.ffn_norm.weight", (n_embd,)))
+        if spec.post_norms:
+            table += [TensorSpec(f"{block}.{name}.weight", (n_embd,)) for name in POST_NORMS]
         if head_norms:
             table.append(TensorSpec(f"{block}.attn_q_norm.weight", (layer.k_dim,)))
             table.append(TensorSpec(f"{block}.attn_k_norm.weight", (layer.k_dim,)))
@@ -86,15 +87,18 @@ def nextn_tensors(spec: ModelSpec) -> list[TensorSpec]:
     return []
 
 
-def load_nextn(spec: ModelSpec, loader: Loader, rope: RopeTable) -> NextN:
+def load_nextn(spec: ModelSpec, loader: Loader, ropes: Ropes) -> NextN:
     """See ``nextn_tensors``: nobody asks."""
     raise AssertionError(f"a {spec.arch} model has no MTP block")
 
 
-def load_layers(spec: ModelSpec, loader: Loader, rope: RopeTable) -> list[Layer]:
+def load_layers(spec: ModelSpec, loader: Loader, ropes: Ropes) -> list[Layer]:
     """The trunk on the device."""
-    turned = loader.rope(rope)
+    full, sliding = loader.rope(ropes.full), loader.rope(ropes.sliding)
     return [
-        Layer(loader.attention(spec, layer, turned), loader.feed_forward(f"blk.{layer.index}", "ffn_norm"))
+        Layer(
+            loader.attention(spec, layer, sliding if layer.window else full),
+            loader.feed_forward(spec, layer, "ffn_norm"),
+        )
         for layer in spec.layers
     ]

@@ -58,6 +58,7 @@ def step_sizes(spec: ModelSpec, rows: int) -> StepSizes:
         kv_heads=max((layer.kv_heads for layer in attention), default=0),
         k_dim=max((layer.k_dim for layer in attention), default=0),
         gdn=gdn[0] if gdn else None,
+        post_norms=spec.post_norms,
     )
 
 
@@ -120,7 +121,7 @@ class Model:
         nextn = None if draft else self.nextn
         if nextn is not None:
             nextn.begin(step)
-        self._ops.embed(self._embedding, step.x)
+        self._embed(step)
         for layer in self._layers:
             layer.add_to(step)
         if nextn is not None:
@@ -143,7 +144,7 @@ class Model:
         if self.nextn is not None:
             turn(0)
             self.nextn.begin_tiles(tiles[0])
-        each(lambda tile: self._ops.embed(self._embedding, tile.x))
+        each(self._embed)
         for layer in self._layers:
             if isinstance(layer.mixer, Attention):
                 layer.mixer.add_to_tiles(tiles, turn)
@@ -171,4 +172,9 @@ class Model:
         on the others."""
         out = ws.rows("logits", len(x))
         self._ops.project(x, self._output_norm, self._head, out, eps=self.spec.rms_eps, phase=Phase.DECODE)
+        if self.spec.logit_softcap:
+            self._ops.softcap(out, self.spec.logit_softcap)
         return out
+
+    def _embed(self, step: Step) -> None:
+        self._ops.embed(self._embedding, step.x, factor=self.spec.embedding_factor)

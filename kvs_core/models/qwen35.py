@@ -20,13 +20,13 @@ from math import sqrt
 
 import numpy as np
 
-from kvs_core.device.base import GdnShape, GdnWeights, RopeTable
+from kvs_core.device.base import GdnShape, GdnWeights
 from kvs_core.errors import CapabilityError, ModelFileError
 from kvs_core.formats.gguf import GgufFile
 from kvs_core.models.blocks import Attention, DeltaNet
 from kvs_core.models.model import Layer
 from kvs_core.models.nextn import TABLE_ROWS, NextN
-from kvs_core.models.rope import RopeSpec, read_rope
+from kvs_core.models.rope import Ropes, RopeSpec, read_rope
 from kvs_core.models.spec import (
     MAX_HEADS,
     CommonKeys,
@@ -202,21 +202,20 @@ def _block_tensors(spec: ModelSpec, layer: LayerSpec) -> list[TensorSpec]:
     return [TensorSpec(f"blk.{layer.index}.{name}", shape) for name, shape in shapes.items()]
 
 
-def load_layers(spec: ModelSpec, loader: Loader, rope: RopeTable) -> list[Layer]:
+def load_layers(spec: ModelSpec, loader: Loader, ropes: Ropes) -> list[Layer]:
     """The trunk on the device."""
     layers = []
-    turned = loader.rope(rope)
+    turned = loader.rope(ropes.full)
     for layer in spec.layers:
-        block = f"blk.{layer.index}"
         if layer.gdn:
             mixer: Attention | DeltaNet = _load_delta_net(spec, layer, loader)
         else:
             mixer = loader.attention(spec, layer, turned)
-        layers.append(Layer(mixer, loader.feed_forward(block, "post_attention_norm")))
+        layers.append(Layer(mixer, loader.feed_forward(spec, layer, "post_attention_norm")))
     return layers
 
 
-def load_nextn(spec: ModelSpec, loader: Loader, rope: RopeTable) -> NextN:
+def load_nextn(spec: ModelSpec, loader: Loader, ropes: Ropes) -> NextN:
     """The MTP block on the device."""
     layer = spec.nextn[0]
     block = f"blk.{layer.index}"
@@ -229,8 +228,8 @@ def load_nextn(spec: ModelSpec, loader: Loader, rope: RopeTable) -> NextN:
         embed_norm=loader.vector(f"{own}.enorm.weight"),
         hidden_norm=loader.vector(f"{own}.hnorm.weight"),
         join=loader.matrix(f"{own}.eh_proj"),
-        attention=loader.attention(spec, layer, loader.rope(rope)),
-        feed_forward=loader.feed_forward(block, "post_attention_norm"),
+        attention=loader.attention(spec, layer, loader.rope(ropes.full)),
+        feed_forward=loader.feed_forward(spec, layer, "post_attention_norm"),
         head_norm=loader.vector(head_norm if loader.has(head_norm) else "output_norm.weight"),
         head=loader.matrix(head),
         hidden=loader.zeros((TABLE_ROWS, spec.n_embd)),

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kvs_core.device.base import Device, RopeTable
+from kvs_core.device.base import Device
 from kvs_core.errors import ModelFileError
 from kvs_core.formats.gguf import GgufFile
-from kvs_core.models import llama, qwen2, qwen3, qwen35
+from kvs_core.models import gemma3, llama, qwen2, qwen3, qwen35
 from kvs_core.models.model import Layer, Model
 from kvs_core.models.nextn import NextN
-from kvs_core.models.rope import DIVISORS, divisors_name, reach_tokens, rope_table
+from kvs_core.models.rope import DIVISORS, Ropes, divisors_name, reach_tokens
 from kvs_core.models.spec import ModelSpec, TensorSpec
 from kvs_core.models.weights import Loader, check_tensors
 from kvs_core.settings.rooms import AS_IN_FILE, RopeSettings
@@ -27,15 +27,15 @@ class Arch:
     read_spec: Callable[[GgufFile], ModelSpec]
     trunk_tensors: Callable[[ModelSpec], list[TensorSpec]]
     nextn_tensors: Callable[[ModelSpec], list[TensorSpec]]
-    load_layers: Callable[[ModelSpec, Loader, RopeTable], list[Layer]]
-    load_nextn: Callable[[ModelSpec, Loader, RopeTable], NextN]
+    load_layers: Callable[[ModelSpec, Loader, Ropes], list[Layer]]
+    load_nextn: Callable[[ModelSpec, Loader, Ropes], NextN]
 
 
 ARCHS = {
     module.ARCH: Arch(
         module.read_spec, module.trunk_tensors, module.nextn_tensors, module.load_layers, module.load_nextn
     )
-    for module in (llama, qwen2, qwen3, qwen35)
+    for module in (gemma3, llama, qwen2, qwen3, qwen35)
 }
 
 
@@ -67,16 +67,18 @@ def load_model(
     loader = Loader(file, device)
     # As in llama.cpp: of tensors that divide angles, the one that holds for every context comes first.
     divisors = DIVISORS if DIVISORS in file.tensors else divisors_name(spec.rope, context_tokens)
-    table = rope_table(spec.rope, rope, None if divisors is None else _read_divisors(file, divisors, device))
+    ropes = Ropes.of(
+        spec.rope, spec.rope_sliding, rope, None if divisors is None else _read_divisors(file, divisors, device)
+    )
     loader.prepare([*arch.trunk_tensors(spec), *(arch.nextn_tensors(spec) if nextn else ())], progress)
     return Model(
         spec,
         device,
         embedding=loader.table("token_embd.weight"),
-        layers=arch.load_layers(spec, loader, table),
+        layers=arch.load_layers(spec, loader, ropes),
         output_norm=loader.vector("output_norm.weight"),
         head=loader.matrix(loader.head),
-        nextn=arch.load_nextn(spec, loader, table) if nextn else None,
+        nextn=arch.load_nextn(spec, loader, ropes) if nextn else None,
     )
 
 

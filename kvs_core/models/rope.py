@@ -171,6 +171,27 @@ def rope_table(
     return RopeTable(plain / scale * (1.0 - kept) + plain * kept, spec.interleaved, magnitude)
 
 
+@dataclass(frozen=True, slots=True)
+class Ropes:
+    """The embeddings of a model's layers: of those that see everything, and of those that see a window."""
+
+    full: RopeTable
+    sliding: RopeTable
+
+    @staticmethod
+    def of(
+        full: RopeSpec, sliding: RopeSpec | None, overrides: RopeSettings, divisors: npt.NDArray[Any] | None = None
+    ) -> Ropes:
+        """What ``rope_table`` makes of the file and the overrides. Layers with positions of their own keep them.
+
+        As in llama.cpp only a factor on cos and sin is for all layers.
+        """
+        table = rope_table(full, overrides, divisors)
+        if sliding is None:
+            return Ropes(table, table)
+        return Ropes(table, rope_table(sliding, RopeSettings(yarn_attn_factor=overrides.yarn_attn_factor)))
+
+
 def _kept_share(n_rot: int, base: float, orig_ctx: int, beta_fast: float, beta_slow: float) -> npt.NDArray[np.float64]:
     """[n_rot / 2]: 1 where a pair keeps its angle, 0 where it is divided, a ramp between (Peng et al., section 3.2).
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from kvs_core.device.base import GdnShape
+from kvs_core.device.base import Activation, GdnShape
 from kvs_core.errors import CapabilityError, ModelFileError
 from kvs_core.formats.gguf import GgufFile
 from kvs_core.models.rope import LONG_DIVISORS, SHORT_DIVISORS, RopeSpec
@@ -65,6 +65,11 @@ class ModelSpec:
     n_ctx_most       the longest context: as trained, or as far as the rotary scaling was made for
     n_ctx_plain      positions up to which its attention is plain, where it is not beyond; else None
     attention_scale  factor on q before the softmax
+    rope_sliding     positions of the layers that see a window, where they have their own; see ``Ropes``
+    embedding_factor on the rows of the token table
+    activation       of the feed-forward's gate
+    post_norms       what attention and feed-forward give goes through a norm before it is added
+    logit_softcap    c of c * tanh(logits / c); 0: none
     """
 
     arch: str
@@ -81,6 +86,11 @@ class ModelSpec:
     rope: RopeSpec
     layers: tuple[LayerSpec, ...]
     nextn: tuple[LayerSpec, ...] = ()
+    rope_sliding: RopeSpec | None = None
+    embedding_factor: float = 1.0
+    activation: Activation = Activation.SILU
+    post_norms: bool = False
+    logit_softcap: float = 0.0
 
     @property
     def n_layer(self) -> int:

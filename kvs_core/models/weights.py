@@ -15,6 +15,9 @@ from kvs_core.models.blocks import Attention, FeedForward
 from kvs_core.models.spec import LayerSpec, ModelSpec, TensorSpec
 from kvs_core.units import Progress
 
+POST_NORMS = ("post_attention_norm", "post_ffw_norm")
+"""Names of the norms behind attention and feed-forward, with ``ModelSpec.post_norms``."""
+
 
 def check_tensors(file: GgufFile, arch: str, table: Iterable[TensorSpec]) -> None:
     """Compare the file with ``table`` before anything is loaded.
@@ -106,7 +109,7 @@ class Loader:
         return self._device.load_rope(table)
 
     def attention(self, spec: ModelSpec, layer: LayerSpec, rope: Any) -> Attention:
-        """The attention part of a layer, with the norms of q and k per head where the arch has them."""
+        """The attention part of a layer, with the norms of q and k per head, and behind it, where the arch has them."""
         block = f"blk.{layer.index}"
         return Attention(
             layer=layer,
@@ -124,15 +127,20 @@ class Loader:
                 eps=spec.rms_eps,
                 q_norm=self._vector_if(f"{block}.attn_q_norm.weight"),
                 k_norm=self._vector_if(f"{block}.attn_k_norm.weight"),
+                window=layer.window,
             ),
+            post_norm=self.vector(f"{block}.{POST_NORMS[0]}.weight") if spec.post_norms else None,
         )
 
-    def feed_forward(self, block: str, norm: str) -> FeedForward:
-        """The SwiGLU part of a block, behind the norm of that name."""
+    def feed_forward(self, spec: ModelSpec, layer: LayerSpec, norm: str) -> FeedForward:
+        """The feed-forward part of a layer, behind the norm of that name."""
+        block = f"blk.{layer.index}"
         return FeedForward(
             norm=self.vector(f"{block}.{norm}.weight"),
             gate_up=self.matrix(f"{block}.ffn_gate", f"{block}.ffn_up"),
             down=self.matrix(f"{block}.ffn_down"),
+            activation=spec.activation,
+            post_norm=self.vector(f"{block}.{POST_NORMS[1]}.weight") if spec.post_norms else None,
         )
 
     def _vector_if(self, name: str) -> Buffer | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from time import perf_counter
 from types import TracebackType
@@ -122,12 +123,25 @@ class KvStep:
             self._kv.wait_layer(layer)
         self._kv.streamer.settle_fences()
 
-    def after_capture(self) -> None:
-        """The step has been captured instead of run, or its capture has failed."""
-        self._kv.streamer.forget_fences()
+    @property
+    def moved(self) -> Counter[int]:
+        """Bytes copied to the device so far, by layer."""
+        return self._kv.streamer.moved.copy()
+
+    def launched(self, moved: Counter[int]) -> None:
+        """A captured step was launched that moves these bytes."""
+        self._kv.streamer.moved.update(moved)
+
+    def after_capture(self, before: Counter[int]) -> Counter[int]:
+        """The step has been captured instead of run, or its capture has failed. What was ``moved`` before it stands
+        again; returned is what each launch moves."""
+        streamer = self._kv.streamer
+        moved, streamer.moved = streamer.moved - before, before
+        streamer.forget_fences()
         # The host's clock says nothing of it.
         self._longest_gap_s = 0.0
         self._last_attention_s = None
+        return moved
 
     def observe(self, step_s: float | None) -> None:
         """The step, captured, took that long on the device; None: not known in time."""

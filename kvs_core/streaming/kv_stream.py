@@ -46,6 +46,7 @@ class KvStats:
     streamed_pages_per_step: int
     repartitions: int
     history_bytes: int
+    moved_bytes: tuple[int, ...]   # to the device, by layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,6 +272,7 @@ class KvStream:
             streamed_pages_per_step=self.streamer.schedule.streamed_pages,
             repartitions=self._repartitions,
             history_bytes=self._history.size_bytes,
+            moved_bytes=tuple(self.streamer.moved[layer] for layer in range(self.layers)),
         )
 
     def places(self) -> list[LayerPlaces]:
@@ -450,6 +452,7 @@ class KvStream:
             try:
                 self._device.enqueue_copy(view, self._history.page(page.layer, page.page), self._device.copy)
                 self._promoted[page] = self._device.copy.record()
+                self.streamer.moved[page.layer] += self.geometry.page_bytes
             except BaseException:
                 self._table.release(page)   # a page in the table is one whose bytes are there, or on their way
                 raise

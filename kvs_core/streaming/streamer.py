@@ -7,7 +7,7 @@ Runs are fetched and read in the order of the schedule, round and round.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -29,6 +29,7 @@ class Streamer:
     """Carries out one ``PrefetchSchedule`` after another.
 
     pool_view(first_slot, slots)  the bytes of those slots
+    moved                         bytes copied to the device by layer; those who copy beside the streamer count here too
     starved                       since last asked: within a step the link idled for want of a slot, and later attention
                                   waited for it; a pause before the first run of a step does not count
     """
@@ -44,6 +45,7 @@ class Streamer:
         self._next_fetch = 0
         self._next_read = 0
         self._idled = self._starved = False
+        self.moved: Counter[int] = Counter()
 
     @property
     def schedule(self) -> PrefetchSchedule:
@@ -98,9 +100,9 @@ class Streamer:
             # Few fences: all slots of a run were released with one.
             for fence in {self._consumed.pop(slot) for slot in run.slots if slot in self._consumed}:
                 self._device.copy.wait(fence)
-            self._device.enqueue_copy(
-                self._pool_view(run.first_slot, run.pages), self._history.run(run), self._device.copy
-            )
+            source = self._history.run(run)
+            self._device.enqueue_copy(self._pool_view(run.first_slot, run.pages), source, self._device.copy)
+            self.moved[run.layer] += source.nbytes
             self._in_ring.append(_InRing(run, self._device.copy.record()))
             self._ring.move(run.slots, SlotState.FILLING)
             self._next_fetch = (self._next_fetch + 1) % len(runs)

@@ -13,7 +13,7 @@ import pytest
 from kvs_cli import app
 from kvs_core.formats.gguf import GgufFile
 from kvs_core.formats.tokenizer import Tokenizer
-from tests.support.tiny_gguf import write_tiny_llama, write_tiny_qwen35
+from tests.support.tiny_gguf import write_tiny_gemma3, write_tiny_llama, write_tiny_qwen35
 
 GREEDY = ("--temp", "0")
 
@@ -77,3 +77,9 @@ def tiny_qwen35(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """4 attention layers; a BOS in front of every text."""
     return write_tiny_llama(tmp_path_factory.mktemp("tiny") / "llama.gguf", seed=2, pre="llama-bpe")
+
+
+@pytest.fixture(scope="session")
+def tiny_gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """4 attention layers, two of which see 80 tokens; a BOS in front of every text, no space."""
+    return write_tiny_gemma3(tmp_path_factory.mktemp("tiny") / "gemma3.gguf", seed=1)

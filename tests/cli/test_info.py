@@ -42,7 +42,7 @@ def test_facts_of_a_model(kvs: Kvs, tiny_qwen35: Path) -> None:
 
 @pytest.mark.parametrize("flags", [(), ("--kv-stream-arena-mib", "1"), ("--kv-stream-pool-mib", "1"),
                                    ("--kv-residency-mode", "resident")], ids=lambda flags: " ".join(flags))
-@pytest.mark.parametrize("arch", ["tiny_llama", "tiny_qwen35"])
+@pytest.mark.parametrize("arch", ["tiny_gemma3", "tiny_llama", "tiny_qwen35"])
 def test_the_plan_is_what_the_engine_does(
     kvs: Kvs, request: pytest.FixtureRequest, arch: str, flags: tuple[str, ...]
 ) -> None:
@@ -139,6 +139,21 @@ def test_text_for_people(kvs: Kvs, tiny_qwen35: Path) -> None:
                   "arena            1.0 MiB; least ", "then streamed "):
         assert words in done.out
     assert "\x1b" not in done.out
+
+
+def test_layers_that_see_a_window_are_told_apart(kvs: Kvs, tiny_gemma3: Path) -> None:
+    """Their tokens, and that they stream nothing, as data and as text."""
+    facts = info(kvs, tiny_gemma3, *SMALL, "--kv-stream-arena-mib", "1")
+    assert [(group["kind"], group["indices"], group["window"]) for group in facts["layers"]] == [
+        ("full", [0, 2], 80), ("full", [1, 3], None)]
+    planned = facts["plan"]["layers"]
+    assert [layer["window"] for layer in planned] == [80, None, 80, None]
+    assert [layer["streamed_pages"] > 0 for layer in planned] == [False, True, False, True]
+    assert [layer["resident_pages"] for layer in planned[::2]] == [4, 4]   # 80 tokens lie in up to 4 pages of 32
+    out = kvs("info", "-m", tiny_gemma3, *SMALL, "--kv-stream-arena-mib", "1").out
+    for words in ("  2 last 80 tokens  4 query heads on 2 KV heads, heads of 64\n", "  2 full ",
+                  "last 80 tokens, 208 bytes of KV per token; 4 pages resident, 0 streamed\n"):
+        assert words in out, out
 
 
 def test_names_in_a_file_cannot_act_on_the_terminal(kvs: Kvs, tiny_llama: Path) -> None:

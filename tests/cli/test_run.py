@@ -22,15 +22,15 @@ from kvs_cli.render import Screen
 from kvs_cli.result import Timings
 from kvs_core.formats.gguf import GgufFile
 from tests.cli.conftest import GREEDY, Kvs, tokenizer_of
-from tests.support.tiny_gguf import write_tiny_llama
+from tests.support.tiny_gguf import write_tiny_gemma3, write_tiny_llama
 
 SCHEMA = {
     "model": {"path", "arch", "name", "n_layer", "n_params"},
     "timings": {"load_ms", "prompt_n", "prompt_ms", "prompt_per_second", "predicted_n", "predicted_ms",
                 "predicted_per_second", "first_token_ms"},
     "kv": {"mode", "arena_bytes", "page_tokens", "page_bytes", "pool_pages", "resident_pages", "ring_slots",
-           "active_pages", "streamed_pages_per_step", "h2d_bytes", "d2h_bytes", "h2d_calls", "stall_ms",
-           "repartitions", "history_bytes"},
+           "active_pages", "streamed_pages_per_step", "h2d_bytes", "h2d_bytes_by_layer", "d2h_bytes",
+           "h2d_calls", "stall_ms", "repartitions", "history_bytes"},
 }
 KEYS = {"synthetic", "device", "prompt_tokens", "generated_tokens", "token_ids", "text", "stop_reason", "probs",
         *SCHEMA}
@@ -229,6 +229,23 @@ def test_numbers_do_not_depend_on_the_arena(kvs: Kvs, tiny_qwen35: Path) -> None
     assert kv["h2d_bytes"] > 0
     assert kv["streamed_pages_per_step"] + kv["resident_pages"] == kv["active_pages"]
     assert kv["h2d_bytes_per_token"] == pytest.approx(kv["streamed_pages_per_step"] * kv["page_bytes"], rel=0.2)
+
+
+def test_only_layers_that_see_everything_move_bytes(kvs: Kvs, tmp_path: Path) -> None:
+    """By the model's numbers of layers: in a model with sliding windows those without, in any other all of them."""
+    prompt = "the quick brown fox jumps over the lazy dog. " * 120
+    command = ("-p", prompt, "-n", "8", "-c", "8192", "--kv-page-tokens", "32", "-ub", "64", "-ctk", "q8_0", "-ctv",
+               "q4_0", "--kv-stream-arena-mib", "1", "--json", *GREEDY)
+    sliding = write_tiny_gemma3(tmp_path / "gemma3.gguf", seed=1, pattern=[True, False, True, False])
+    kv = kvs("run", "-m", sliding, *command).json["kv"]
+    moved = kv["h2d_bytes_by_layer"]
+    assert [number for number, size in moved.items() if size] == ["1", "3"]
+    assert list(moved) == ["0", "1", "2", "3"]
+    assert sum(moved.values()) == kv["h2d_bytes"]
+    dense = write_tiny_llama(tmp_path / "llama.gguf", seed=1)
+    kv = kvs("run", "-m", dense, *command).json["kv"]
+    assert all(kv["h2d_bytes_by_layer"].values())
+    assert sum(kv["h2d_bytes_by_layer"].values()) == kv["h2d_bytes"]
 
 
 def test_bars_come_and_go() -> None:

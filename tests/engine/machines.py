@@ -24,7 +24,13 @@ from kvs_core.errors import DeviceError
 from kvs_core.memory.phases import Phase
 from tests.cuda_on_cpu.cpu_runtime import CpuRuntime
 from tests.engine.tiny import text
-from tests.support.tiny_gguf import write_tiny_llama, write_tiny_qwen2, write_tiny_qwen3, write_tiny_qwen35
+from tests.support.tiny_gguf import (
+    write_tiny_gemma3,
+    write_tiny_llama,
+    write_tiny_qwen2,
+    write_tiny_qwen3,
+    write_tiny_qwen35,
+)
 
 MACHINES = ["cuda"] if os.environ.get("KVS_TEST_GPU_ONLY") else ["cuda_on_cpu", "cuda"]
 
@@ -97,11 +103,15 @@ def machine_of(name: str) -> Machine:
 
 
 def write_models(folder: Path, machine: Machine) -> dict[str, Path]:
-    """Tiny models by arch: two attention layers on the stand-in, as everywhere else on a GPU, and there the demo model
-    too."""
-    llama, qwen2, qwen3, qwen35 = (folder / f"{arch}.gguf" for arch in ("llama", "qwen2", "qwen3", "qwen35"))
+    """Tiny models by arch: two layers that see everything on the stand-in, as everywhere else on a GPU, and there the
+    demo model too."""
+    archs = ("gemma3", "llama", "qwen2", "qwen3", "qwen35")
+    gemma3, llama, qwen2, qwen3, qwen35 = (folder / f"{arch}.gguf" for arch in archs)
     if machine.on_gpu:
         return {
+            "gemma3": write_tiny_gemma3(
+                gemma3, seed=2, weight_type="q8_0", n_layer=6, pattern=[True, False, False] * 2
+            ),
             "llama": write_tiny_llama(llama, seed=2, weight_type="q8_0"),
             "qwen2": write_tiny_qwen2(qwen2, seed=2, weight_type="q8_0"),
             "qwen3": write_tiny_qwen3(qwen3, seed=2, weight_type="q8_0"),
@@ -109,13 +119,16 @@ def write_models(folder: Path, machine: Machine) -> dict[str, Path]:
             "demo": DEMO_MODEL,
         }
     small: dict[str, Any] = {"embd": 32, "heads": 2, "kv_heads": 1, "head_dim": 64, "ffn": 32}
+    write_tiny_gemma3(
+        gemma3, seed=2, n_layer=3, weight_type="q8_0", window=40, pattern=[True, False, False], **small
+    )
     write_tiny_llama(llama, seed=2, n_layer=2, weight_type="q8_0", **small)
     write_tiny_qwen2(qwen2, seed=2, n_layer=2, weight_type="q8_0", embd=64, heads=2, kv_heads=1, ffn=32)
     write_tiny_qwen3(qwen3, seed=2, n_layer=2, weight_type="q8_0", **small)
     write_tiny_qwen35(
         qwen35, seed=1, n_layer=4, interval=2, mtp=False, ssm_state=32, ssm_k_heads=1, ssm_v_heads=2, **small
     )
-    return {"llama": llama, "qwen2": qwen2, "qwen3": qwen3, "qwen35": qwen35}
+    return {"gemma3": gemma3, "llama": llama, "qwen2": qwen2, "qwen3": qwen3, "qwen35": qwen35}
 
 
 Move = tuple[Phase, int, int]

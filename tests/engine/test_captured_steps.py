@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Hashable
 from typing import Any
 
@@ -23,6 +24,7 @@ class FakeStep:
     def __init__(self, signature: Hashable) -> None:
         self.is_signed = signature
         self.said: list[str] = []
+        self.bytes = Counter[int]()
 
     def signature(self, layers: range | None) -> Hashable:
         return self.is_signed, layers
@@ -30,8 +32,17 @@ class FakeStep:
     def before_launch(self) -> None:
         self.said.append("before")
 
-    def after_capture(self) -> None:
+    @property
+    def moved(self) -> Counter[int]:
+        return self.bytes.copy()
+
+    def after_capture(self, before: Counter[int]) -> Counter[int]:
         self.said.append("after")
+        assert before == self.bytes
+        return Counter({3: 100})
+
+    def launched(self, moved: Counter[int]) -> None:
+        self.bytes.update(moved)
 
 
 class FakeWork:
@@ -102,6 +113,16 @@ def test_a_step_is_recorded_once_per_kind_width_and_signature() -> None:
     assert fake.launches == []
     launch(steps, 1, "b")
     assert steps.recorded == 7
+
+
+def test_what_a_capture_would_move_counts_at_each_launch() -> None:
+    """Not when it is captured: before the first launch nothing has been moved."""
+    fake: Any = FakeDevice()
+    steps, step = CapturedSteps(fake), FakeStep("a")
+    kv: Any = step
+    for launches in (1, 2, 3):
+        steps.launch(("step", 1), StepInputs(np.zeros(1, np.int32), 0, 0, DECODE), kv, lambda: None)
+        assert step.bytes == {3: 100 * launches}
 
 
 def test_a_recording_that_fails_leaves_none() -> None:

@@ -81,7 +81,7 @@ def setups(machine: Machine, model: str) -> list[Setup]:
     [
         ("llama", ("q8_0", "q4_0")), ("qwen35", ("f16", "f16")), ("qwen35", ("f32", "q5_1")),
         ("llama", ("f16", "f16")), ("qwen35", ("q8_0", "q4_0")), ("llama", ("bf16", "iq4_nl")),
-        ("qwen2", ("q8_0", "q4_0")), ("qwen3", ("q8_0", "q4_0")),
+        ("qwen2", ("q8_0", "q4_0")), ("qwen3", ("q8_0", "q4_0")), ("gemma3", ("q8_0", "q4_0")),
         ("demo", ("q8_0", "q4_0")), ("demo", ("f16", "f16")),
     ],
     ids=str,
@@ -154,7 +154,8 @@ def test_bits_do_not_depend_on_residency_where_partials_find_no_room(
 
 @pytest.mark.parametrize(
     ("model", "widths"),
-    [("llama", (2, 4, 6, 8)), ("qwen2", (2, 8)), ("qwen3", (2, 8)), ("qwen35", (1, 3, 5, 7, 8)), ("demo", ())],
+    [("llama", (2, 4, 6, 8)), ("qwen2", (2, 8)), ("qwen3", (2, 8)), ("gemma3", (2, 4, 8)), ("qwen35", (1, 3, 5, 7, 8)),
+     ("demo", ())],
 )
 def test_rows_do_not_depend_on_their_number(
     machine: Machine, models: dict[str, Path], model: str, widths: tuple[int, ...]
@@ -287,7 +288,7 @@ def test_the_host_has_the_same_log_probabilities(
     assert distance.mean() <= mean
 
 
-@pytest.mark.parametrize("model", ["llama", "qwen2", "qwen3", "qwen35"])
+@pytest.mark.parametrize("model", ["gemma3", "llama", "qwen2", "qwen3", "qwen35"])
 def test_every_arch_has_the_hosts_log_probabilities(machine: Machine, models: dict[str, Path], model: str) -> None:
     """Biases, norms of heads and either kind of rotary pairs, over pages that stream, in prefill and in decode."""
     tokens = text(256, 268, 3)

@@ -62,7 +62,7 @@ def failing(do: Callable[..., Any], after: int) -> Callable[..., Any]:
 
 FAULTS = [
     ("embed", 0), ("project", 1), ("gdn_decode", 0), ("add_projected", 0), ("write_kv", 0), ("attend_decode", 0),
-    ("attend_decode", 1), ("finish_decode", 0), ("project_swiglu", 1), ("add_projected", 4), ("gdn_decode", 1),
+    ("attend_decode", 1), ("finish_decode", 0), ("project_gated", 1), ("add_projected", 4), ("gdn_decode", 1),
     ("project", 4),
 ]
 """Ops of a step, in some order, and how many of their calls go well first."""

@@ -13,7 +13,7 @@ from tests.engine.machines import MACHINES, Machine, machine_of
 from tests.engine.rounds import Left, Played, Round, play_rounds
 from tests.engine.test_tiles import EVERY, of_model
 from tests.engine.tiny import engine, kv_settings
-from tests.support.tiny_gguf import write_tiny_llama, write_tiny_qwen35
+from tests.support.tiny_gguf import write_tiny_gemma3, write_tiny_llama, write_tiny_qwen35
 
 SMALL: dict[str, Any] = {"embd": 32, "heads": 2, "kv_heads": 1, "head_dim": 64, "ffn": 32}
 
@@ -26,7 +26,7 @@ def machine(request: pytest.FixtureRequest) -> Machine:
 
 @pytest.fixture(scope="module")
 def models(machine: Machine, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A recurrent layer, one of attention and an MTP block; more of them on a GPU, and a model of attention alone."""
+    """A recurrent layer, one of attention and an MTP block; more of them on a GPU, and models of attention alone."""
     folder = tmp_path_factory.mktemp("tiles")
     layers, heads = machine.choose((2, 1), (4, 2))
     others: dict[str, Any] = SMALL | {"kv_heads": heads}
@@ -36,6 +36,9 @@ def models(machine: Machine, tmp_path_factory: pytest.TempPathFactory) -> dict[s
             **others,
         ),
         "llama": write_tiny_llama(folder / "llama.gguf", seed=2, n_layer=2, **others),
+        "gemma3": write_tiny_gemma3(
+            folder / "gemma3.gguf", seed=2, n_layer=3, window=14, pattern=[True, False, False], **others
+        ),
     }
 
 
@@ -44,7 +47,7 @@ def test_wide_steps_leave_what_single_rows_leave(machine: Machine, models: dict[
     those of the kept rows alone, one at a time, all resident. Nothing is allocated on the device."""
     small = [Round("", 1, 17, 9), Round("next", 1, 2, 1), Round("", 1, 9, 0)]
     cases = machine.choose(
-        [("qwen35", Drafting(nextn=True), 131, small)],
+        [("qwen35", Drafting(nextn=True), 131, small), ("gemma3", *of_model("gemma3", small, 275))],
         [(model, *of_model(model, EVERY * 2, prompt)) for model in models for prompt in range(455, 475, 3)],
     )
     for model, drafting, prompt, rounds in cases:

@@ -72,7 +72,8 @@ def test_bits_do_not_depend_on_residency(
     ) as built:
         vocab = built.spec.n_vocab
         logits = run(built, text(vocab, PROMPT), text(vocab, DECODE, 1))
-        assert built.report().h2d_bytes > 0
+        # What windows need in prefill is room enough for all in decode.
+        assert built.report().h2d_bytes > 0 or (model == "gemma3" and not fixed)
     assert logits.tobytes() == resident[model, ubatch]
 
 
@@ -92,9 +93,10 @@ def test_bits_do_not_depend_on_windows(
     tiles: int | None, run_pages: int, pool: float, fixed: bool, seed: int,
 ) -> None:
     """In window mode too, for any windows of single layers; a layer's newest tokens are resident, what is older is
-    not, and a layer whose window covers the context moves nothing."""
+    not, and a layer whose window covers the context, or which sees but a window of its own, moves nothing."""
     path = tiny_models[model]
-    layers = [layer.index for layer in read_spec(GgufFile.open(path)).kv_layers]
+    kv_layers = read_spec(GgufFile.open(path)).kv_layers
+    layers = [layer.index for layer in kv_layers]
     told = dict(zip(layers, windows, strict=False))
     kv = kv_settings(
         residency_mode="window", window_tokens=64, ring_tiles=tiles, run_pages=run_pages,
@@ -103,8 +105,8 @@ def test_bits_do_not_depend_on_windows(
     with engine(path, kv=kv, pool=pool, fixed=fixed, ubatch=ubatch, debug=hostile(seed)) as built:
         vocab = built.spec.n_vocab
         logits = run(built, text(vocab, PROMPT), text(vocab, DECODE, 1))
-        for index, places in zip(layers, built._kv.places(), strict=True):
-            window = told.get(index, 64)
+        for layer, places in zip(kv_layers, built._kv.places(), strict=True):
+            window = None if layer.window else told.get(layer.index, 64)
             kept = 32 * (places.pages - len(places.streamed)) - (32 * places.pages - PROMPT - DECODE)
             if window is None or window >= PROMPT + DECODE:
                 assert not places.streamed
@@ -135,7 +137,7 @@ def test_bits_do_not_depend_on_residency_over_slabs(tiny_models: dict[str, Path]
             with engine(path, kv=kv_settings(), pool=pool, fixed=True, context=768, debug=hostile(3)) as built:
                 outcome.append(run(built, prompt, tokens).tobytes())
                 if pool is not None:
-                    last = built._kv.streamer.schedule.by_layer[0][-1]
+                    last = built._kv.streamer.schedule.by_layer[-1][-1]
                     assert slab_of(last.first_page).index == 1
         assert outcome[0] == outcome[1]
 

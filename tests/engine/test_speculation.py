@@ -139,15 +139,16 @@ def plain(path: Path, prompt: Sequence[int], **others: Any) -> Written:
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 @pytest.mark.parametrize(
     ("model", "types"),
-    [("qwen35", types) for types in [*NGRAMS, *RESIDENT, *MTP]] + [("llama", types) for types in [*NGRAMS, *RESIDENT]],
+    [("qwen35", types) for types in [*NGRAMS, *RESIDENT, *MTP]]
+    + [(model, types) for model in ("llama", "gemma3") for types in [*NGRAMS, *RESIDENT]],
     ids=str,
 )
 def test_the_text_is_that_without_drafts(
-    tiny_qwen35: Path, tiny_llama: Path, model: str, types: tuple[str, ...], params: dict[str, Any]
+    tiny_models: dict[str, Path], model: str, types: tuple[str, ...], params: dict[str, Any]
 ) -> None:
     """Tokens, raw logits and probabilities to the last bit, at temperature 0 and with a seed; resident, and streamed
     from pools and through rings of several sizes."""
-    path = tiny_qwen35 if model == "qwen35" else tiny_llama
+    path = tiny_models[model]
     by_ngram = types[0] not in MODEL_DRAFTERS
     params = params | (OF_FEW if by_ngram else {})
     setups: list[tuple[float | None, int, bool]] = [(0.15, 5, True)]
@@ -191,9 +192,9 @@ def test_the_sampler_gets_what_it_needs_in_every_row(prose: list[int]) -> None:
     assert found.accepted > 1
 
 
-def test_drafts_on_resident_pages_are_right_where_all_is_resident(tiny_llama: Path, tiny_qwen35: Path) -> None:
+def test_drafts_on_resident_pages_are_right_where_all_is_resident(tiny_models: dict[str, Path]) -> None:
     """Then a draft attends to everything, and at temperature 0 each is the target's own token: rounds of 1 + n."""
-    for path in (tiny_llama, tiny_qwen35):
+    for path in tiny_models.values():
         told = speculative(("draft-resident",), adaptive=False, draft=ModelDraftSettings(n_max=5))
         found = write(path, text(256, 200), told, count=37)
         assert found.drafted == found.accepted == 30
@@ -218,20 +219,23 @@ BOTH = Drafting(nextn=True, resident=True)
 
 @settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    model=st.sampled_from(["qwen35", "qwen35", "llama"]), prompt=st.integers(1, 330), rounds=ROUNDS,
+    model=st.sampled_from(["qwen35", "qwen35", "llama", "gemma3"]), prompt=st.integers(1, 330), rounds=ROUNDS,
     pool=st.sampled_from([None, 0.0, 0.2]), ring=st.sampled_from([0, 1, 4]), seed=st.integers(0, 99),
+)
+@example(
+    model="gemma3", prompt=315, pool=0.0, ring=0, seed=1,
+    rounds=[Round("", 8, 8, 8), Round("resident", 8, 8, 8), Round("", 8, 8, 1), Round("resident", 8, 1, 0)] * 2,
 )
 @example(
     model="qwen35", prompt=315, pool=0.0, ring=0, seed=1,
     rounds=[Round("next", 8, 8, 8), Round("resident", 8, 8, 8), Round("next", 8, 8, 1), Round("resident", 8, 1, 0)] * 2,
 )
 def test_rejections_leave_no_trace(
-    tiny_qwen35: Path, tiny_llama: Path, model: str, prompt: int, rounds: list[Round], pool: float | None, ring: int,
-    seed: int,
+    tiny_models: dict[str, Path], model: str, prompt: int, rounds: list[Round], pool: float | None, ring: int, seed: int
 ) -> None:
     """Whatever was drafted, by whom, and how much of it was taken back: keys and values, the MTP block's among them,
     recurrent states, and all that is computed next are those of a run of the kept rows alone."""
-    path, drafting = (tiny_qwen35, BOTH) if model == "qwen35" else (tiny_llama, Drafting(resident=True))
+    path, drafting = tiny_models[model], BOTH if model == "qwen35" else Drafting(resident=True)
     if not drafting.nextn:
         rounds = [Round("", *_rest(each)) if each.kind == "next" else each for each in rounds]
     kv = kv_settings(ring_slots=ring)

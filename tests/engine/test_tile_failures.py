@@ -106,7 +106,7 @@ def count_ops(built: Engine, work: Callable[[], object]) -> Counter[str]:
 
 OPS = (
     "embed", "take_kept", "project", "write_kv", "attend_decode", "finish_decode", "gdn_decode", "add_projected",
-    "project_swiglu", "rms_norm", "clear",
+    "project_gated", "rms_norm", "clear",
 )
 
 

@@ -36,11 +36,12 @@ class DenseLayer:
         attended = out.reshape(rows, params.heads, params.v_dim)
         for row in range(rows):
             seen = position + row + 1
+            first = max(0, seen - params.window) if params.window else 0
             for head in range(params.heads):
                 group = head // (params.heads // params.kv_heads)
-                scores = keys[:seen, group] @ (params.scale * queries[row, head])
+                scores = keys[first:seen, group] @ (params.scale * queries[row, head])
                 weights = np.exp(scores - scores.max())
-                attended[row, head] = weights @ values[:seen, group] / weights.sum()
+                attended[row, head] = weights @ values[first:seen, group] / weights.sum()
         if params.gated:
             attended /= 1.0 + np.exp(-heads[..., params.k_dim :])
 

@@ -20,7 +20,13 @@ from kvs_core.models.recurrent import RecurrentState
 from kvs_core.models.registry import load_model
 from tests.models.dense_kv import DenseKv, DenseLayer
 from tests.reference import forward as oracle
-from tests.support.tiny_gguf import write_tiny_llama, write_tiny_qwen2, write_tiny_qwen3, write_tiny_qwen35
+from tests.support.tiny_gguf import (
+    write_tiny_gemma3,
+    write_tiny_llama,
+    write_tiny_qwen2,
+    write_tiny_qwen3,
+    write_tiny_qwen35,
+)
 
 UBATCH = 16
 ARENA_BYTES = 1 << 20
@@ -33,7 +39,7 @@ TOLERANCE = 1e-4
     scope="module",
     params=[
         "qwen35", "qwen35 untied, no MTP", "llama", "llama untied, divisors", "qwen2", "qwen2 untied, q8_0", "qwen3",
-        "qwen3 untied, q8_0", "q8_0",
+        "qwen3 untied, q8_0", "gemma3", "gemma3 stretched, capped, q8_0", "q8_0",
     ],
 )
 def model_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -56,6 +62,13 @@ def model_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
             return write_tiny_qwen3(path, seed=8)
         case "qwen3 untied, q8_0":
             return write_tiny_qwen3(path, seed=9, tied=False, heads=3, kv_heads=1, head_dim=96, weight_type="q8_0")
+        case "gemma3":
+            return write_tiny_gemma3(path, seed=10, window=20)
+        case "gemma3 stretched, capped, q8_0":
+            return write_tiny_gemma3(
+                path, seed=11, n_layer=3, window=7, pattern=[False, True, True], rope_scale=8.0, softcap=3.0, heads=3,
+                kv_heads=1, head_dim=96, weight_type="q8_0",
+            )
         case _:
             return write_tiny_qwen35(path, seed=5, head_dim=96, weight_type="q8_0")
 

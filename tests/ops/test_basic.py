@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvs_core.device.base import RopeTable
+from kvs_core.device.base import Activation, RopeTable
 from kvs_core.device.host.ops import basic
 from kvs_core.device.host.weights import HeldMatrix, HostWeight
 from kvs_core.memory.phases import Phase
+from tests.reference.forward import gelu
 
 SEEDS = st.integers(0, 2**32 - 1)
 # A float32 result of a few roundings, against float64.
@@ -73,17 +74,31 @@ def test_scale_works_in_place() -> None:
 
 
 @pytest.mark.filterwarnings("error")
-def test_swiglu_is_right_for_numbers_of_any_size() -> None:
-    """gate * sigmoid(gate) * up, without a warning or a NaN at either end of float32."""
+def test_gated_is_right_for_numbers_of_any_size() -> None:
+    """gate * sigmoid(gate) * up, and GELU in place of it, without a warning or a NaN at either end of float32."""
     gate = np.concatenate([_normal(0, 50, scale=5.0), np.float32([-1e30, -1e4, -100, -88, 0, 88, 100, 1e4, 1e30])])
     gate = gate.astype(np.float32)[None]
     up = np.linspace(-3, 3, gate.size, dtype=np.float32)[None]
     expected = gate * _sigmoid64(gate) * up
     out = np.empty_like(gate)
-    basic.swiglu(np.concatenate([gate, up], axis=1), out)
+    basic.gated(np.concatenate([gate, up], axis=1), out)
     # Below -88 the exact value is less than 1e-36; ours is at most 6e-39 times the number.
     np.testing.assert_allclose(out[:, 1:], expected[:, 1:], rtol=2e-6, atol=1e-7)
     assert np.isfinite(out).all()
+    basic.gated(np.concatenate([gate, up], axis=1), out, Activation.GELU)
+    with np.errstate(over="ignore"):
+        expected = gelu(gate.astype(np.float64)) * up
+    np.testing.assert_allclose(out, expected, rtol=2e-6, atol=2e-6)
+    assert np.abs(out[0, -9:-6]).max() < 1e-7
+
+
+@pytest.mark.filterwarnings("error")
+def test_softcap() -> None:
+    """cap * tanh(x / cap), for numbers of any size."""
+    x = np.float32([[-1e38, -50, -1, 0, 1e-6, 3, 1e38]])
+    expected = 30 * np.tanh(x.astype(np.float64) / 30)
+    basic.softcap(x, 30.0)
+    np.testing.assert_allclose(x, expected, **CLOSE)
 
 
 @pytest.mark.filterwarnings("error")
@@ -147,7 +162,11 @@ ROW_OPS: dict[str, Callable[[np.ndarray, np.ndarray, int], None]] = {
         out.reshape(len(x), -1), phase=Phase.DECODE,
     ),
     "rms_norm": lambda x, out, first: basic.rms_norm(x, _normal(7, x.shape[-1]), out[..., : x.shape[-1]], eps=1e-5),
-    "swiglu": lambda x, out, first: basic.swiglu(np.concatenate([x, x[..., ::-1]], axis=-1), out[..., : x.shape[-1]]),
+    "swiglu": lambda x, out, first: basic.gated(np.concatenate([x, x[..., ::-1]], axis=-1), out[..., : x.shape[-1]]),
+    "geglu": lambda x, out, first: basic.gated(
+        np.concatenate([x, x[..., ::-1]], axis=-1), out[..., : x.shape[-1]], Activation.GELU
+    ),
+    "softcap": lambda x, out, first: _after(basic.softcap, x, out, 3.0),
     "gate_heads": lambda x, out, first: _after(basic.gate_heads, x, out, x.copy()),
     "rope": lambda x, out, first: _after(
         basic.rope, x, out, first, RopeTable(np.linspace(1.0, 0.1, x.shape[-1] // 2), True)

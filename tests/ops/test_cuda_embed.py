@@ -53,6 +53,16 @@ def test_rows_are_the_host_s_bit_for_bit(lab: Any, quant: Quant) -> None:
 
 
 @pytest.mark.parametrize("phase", Phase)
+def test_rows_times_a_factor(lab: Any, phase: Phase) -> None:
+    """One rounding of each number."""
+    rows, tokens, factor = random_rows(Quant.Q6_K, V, 512), [4, 0, 10], 5376**0.5
+    x = lab.empty((3, 512), np.float32)
+    context = lab.context(3, tokens=np.array(tokens, np.int32), phase=phase)
+    Embed(context).run(table_of(lab, Quant.Q6_K, rows, 512), x, factor)
+    np.testing.assert_array_equal(lab.host(x), values_of(Quant.Q6_K, rows, 512)[tokens] * np.float32(factor))
+
+
+@pytest.mark.parametrize("phase", Phase)
 @pytest.mark.parametrize("cols", [512, 2304])
 def test_tokens_that_do_not_exist_are_zeros(lab: Any, phase: Phase, cols: int) -> None:
     """Ids below 0 and from V on read nothing; prefill takes more rows than decode, from its own buffer."""

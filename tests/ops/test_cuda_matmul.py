@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from gguf.constants import GGMLQuantizationType
 
-from kvs_core.device.base import StepSizes
+from kvs_core.device.base import Activation, StepSizes
 from kvs_core.device.cuda.context import Context
 from kvs_core.device.cuda.kernel import Kernel, Launcher, address
 from kvs_core.device.cuda.ops.matmul import MAX_ROWS, DecodeMatmul, GatedNorm, Records, quant_grid
@@ -21,6 +21,7 @@ from kvs_core.formats.gguf import TensorInfo
 from kvs_core.formats.quants import dequantize_rows
 from kvs_core.memory.phases import Phase
 from tests.ops.record_weights import random_tensor, store_in
+from tests.reference.forward import gelu
 
 Quant = GGMLQuantizationType
 ALL_TYPES = pytest.mark.parametrize("quant", RECORD_TYPES, ids=lambda quant: quant.name)
@@ -60,11 +61,19 @@ class Bench:
         assert np.isnan(host[:, weight.n_out :]).all(), "columns beyond the matrix were written"
         return host[:, : weight.n_out]
 
-    def swiglu(self, x: np.ndarray, norm: np.ndarray, weight: CudaWeight) -> np.ndarray:
-        """Rows of ``project_swiglu``."""
+    def gated(
+        self, x: np.ndarray, norm: np.ndarray, weight: CudaWeight, activation: Activation = Activation.SILU
+    ) -> np.ndarray:
+        """Rows of ``project_gated``."""
         out = self.lab.empty((len(x), weight.n_out // 2), np.float32)
-        self.ops.project_swiglu(self.lab.array(x), self.lab.array(norm), weight, out, eps=EPS)
+        self.ops.project_gated(self.lab.array(x), self.lab.array(norm), weight, out, eps=EPS, activation=activation)
         return self.lab.host(out)
+
+    def normed(self, x: np.ndarray, rows: Any, weight: CudaWeight, norm: np.ndarray) -> np.ndarray:
+        """x after ``add_normed``, at once. ``rows`` are on the device."""
+        buffer = self.lab.array(x)
+        self.ops.add_normed(rows, weight, self.lab.array(norm), buffer, eps=EPS)
+        return self.lab.host(buffer)
 
     def added(self, x: np.ndarray, rows: Any, weight: CudaWeight) -> np.ndarray:
         """x after ``add_projected`` and ``flush``. ``rows`` are on the device."""
@@ -160,11 +169,13 @@ def test_bits_do_not_depend_on_other_rows(lab: Any, quant: Quant) -> None:
     for count in range(8, 0, -1) if lab.on_gpu else (8, 6, 5, 4, 3, 1):   # kernels change above 3 and above 4
         bench = Bench(lab, count, n_embd=n_in, widest_in=n_ff)
         got = [
-            bench.project(x[:count], norm, plain), bench.swiglu(x[:count], norm, up),
+            bench.project(x[:count], norm, plain),
+            *(bench.gated(x[:count], norm, up, activation) for activation in Activation),
             bench.added(x[:count], lab.array(wide[:count]), down),
+            bench.normed(x[:count], lab.array(wide[:count]), down, norm),
         ]
         ones = ones or got
-        for name, one, other in zip(("project", "swiglu", "add_projected"), ones, got, strict=True):
+        for name, one, other in zip(("project", "silu", "gelu", "add_projected", "add_normed"), ones, got, strict=True):
             np.testing.assert_array_equal(one[:count].view(np.uint32), other.view(np.uint32), f"{name} of {count} rows")
 
 
@@ -202,8 +213,9 @@ def test_rows_of_any_length(lab: Any) -> None:
 
 
 @pytest.mark.parametrize("quants", [(Quant.Q4_0, Quant.Q4_0), (Quant.Q4_K, Quant.Q6_K), (Quant.F16, Quant.F16)])
-def test_swiglu(lab: Any, quants: tuple[Quant, Quant]) -> None:
-    """g * sigmoid(g) * u, whether gate and up share tiles or not; in the former case ``project`` keeps their order."""
+def test_gated(lab: Any, quants: tuple[Quant, Quant]) -> None:
+    """g * sigmoid(g) * u, and gelu(g) * u, whether gate and up share tiles or not; in the former case ``project`` keeps
+    their order."""
     infos = [random_tensor(f"ffn_{name}", quant, 24, 256, i) for i, (name, quant) in
              enumerate(zip(("gate", "up"), quants, strict=True))]
     weight = store_in(lab).load(infos)
@@ -215,7 +227,8 @@ def test_swiglu(lab: Any, quants: tuple[Quant, Quant]) -> None:
         gate_error, up_error = np.split(factor * rounding(rows, values), 2, axis=1)
         allowed = 1.1 * gate_error * np.abs(up) + np.abs(gate) * up_error + 1e-6 * np.abs(gate * up)
         bench = Bench(lab, count, n_embd=256)
-        check_error(bench.swiglu(x, norm, weight), gate / (1 + np.exp(-gate)) * up, allowed)
+        check_error(bench.gated(x, norm, weight), gate / (1 + np.exp(-gate)) * up, allowed)
+        check_error(bench.gated(x, norm, weight, Activation.GELU), gelu(gate) * up, 1.1 * allowed)
         check_product(bench.project(x, norm, weight), rows, values, factor)
 
 
@@ -250,6 +263,31 @@ def test_sums_wait_for_the_next_op(lab: Any) -> None:
     bench.ops.begin_step()
     bench.ops.flush()
     check_added(3)
+
+
+@pytest.mark.parametrize("quant", [Quant.Q4_0, Quant.F16])
+def test_sums_through_a_norm(lab: Any, quant: Quant) -> None:
+    """x += rms(rows @ weight.T) * norm at once, of records and of rows; what was kept back for x is added before."""
+    info = random_tensor("d", quant, 64, 544)
+    down = store_in(lab).load([info])
+    values = values_of([info])
+    for count in (1, 2, 8):
+        x, rows, norm = rows_of(count, 64), rows_of(count, 544), rows_of(1, 64, 1)[0]
+        wide = rows.astype(np.float64)
+        product, wrong = wide @ values.T, rounding(wide, values)
+        factor = 1 / np.sqrt(np.mean(product**2, axis=1, keepdims=True) + EPS)
+        # A row's factor is off by no more than its numbers are.
+        share = np.linalg.norm(wrong, axis=1, keepdims=True) / np.linalg.norm(product, axis=1, keepdims=True)
+        allowed = factor * np.abs(norm) * (wrong + share * np.abs(product)) + 1e-6 * np.abs(x) + 1e-6
+        bench = Bench(lab, count, n_embd=64, widest_in=544)
+        check_error(bench.normed(x, lab.array(rows), down, norm), x + factor * product * norm, allowed)
+        buffer = lab.array(x)
+        bench.ops.add_projected(lab.array(rows), down, buffer)
+        bench.ops.add_normed(lab.array(rows), down, lab.array(norm), buffer, eps=EPS)
+        both = lab.host(buffer)
+        bench.ops.flush()
+        np.testing.assert_array_equal(lab.host(buffer), both)
+        check_error(both, x + product + factor * product * norm, allowed + wrong + 1e-6 * np.abs(product))
 
 
 @ALL_TYPES
@@ -395,6 +433,6 @@ def test_loaded_weights_need_few_kernels(lab: Any) -> None:
     for count in (1, 8):
         bench = Bench(lab, count, n_embd=64, launcher=spy)
         needed = set(bench.ops.kernels_for(store.weights, gated_norm=False))
-        rows = bench.swiglu(rows_of(count, 64), rows_of(1, 64)[0], gate_up)
+        rows = bench.gated(rows_of(count, 64), rows_of(1, 64)[0], gate_up)
         bench.added(rows_of(count, 64), lab.array(np.repeat(rows, 4, axis=1)), down)
     assert set(spy.launched) <= needed <= set(instances(lab.launcher.arch))

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvs_core.device.base import Buffer, StepSizes
+from kvs_core.device.base import Activation, Buffer, StepSizes
 from kvs_core.device.cuda.cublas import CublasGemm
 from kvs_core.device.cuda.ops.matmul import DecodeMatmul
 from kvs_core.device.cuda.ops.prefill_matmul import SLAB_BYTES, PrefillMatmul, slab_rows
@@ -23,6 +23,7 @@ from kvs_core.formats.quants import dequantize_rows
 from kvs_core.memory.phases import Phase
 from kvs_core.units import align_up
 from tests.device.tensors import tensor
+from tests.reference.forward import gelu
 
 Quant = gguf.GGMLQuantizationType
 EPS = 1e-6
@@ -43,7 +44,7 @@ class Bench:
     ) -> None:
         sizes = StepSizes(
             rows=rows, n_embd=n_embd, widest_in=widest_in, widest_out=widest_out, n_vocab=32, heads=0, kv_heads=0,
-            k_dim=0,
+            k_dim=0, post_norms=True,
         )
         self.lab = lab
         self._stores: list[WeightStore] = []
@@ -174,6 +175,29 @@ def test_add_projected(lab: Any) -> None:
             _check(bench.add_projected(values, weight, x), values, matrix, added)
 
 
+def test_add_normed(lab: Any) -> None:
+    """x += rms(rows @ weight.T + bias) * norm for the same shapes: rows of any size and of x that lie apart."""
+    for rows, n_in, n_embd in [(1, 32, 48), (19, 192, 64), (7, 64, 96), (5, 96, 32)]:
+        bench = Bench(lab, rows, n_embd, n_in, n_embd)
+        info, matrix = _matrix(30, n_embd, n_in, Quant.F32)
+        bias, norm = _normal(31, n_embd), _normal(35, n_embd)
+        for biased in (False, True):
+            weight = bench.weight(info, biases=[tensor("b", bias[None])] if biased else None)
+            sizes = np.float32(10.0) ** np.random.default_rng(32).integers(-2, 10, (rows, 1)).astype(np.float32)
+            values, x = _normal(33, rows, n_in) * sizes, _normal(34, rows, n_embd + 4)
+            total = lab.array(x)
+            bench.family.add_normed(lab.array(values), weight, lab.array(norm), total[:, :n_embd], eps=EPS)
+            got = lab.host(total)
+            wide = values.astype(np.float64)
+            expected = _rms(wide @ matrix.T + (bias if biased else 0.0), norm)
+            # The product's error, and that of the row's size, as parts of that size.
+            norms = np.linalg.norm(wide, axis=1)[:, None] * np.linalg.norm(matrix, axis=1).max()
+            size = np.sqrt(np.mean((wide @ matrix.T + (bias if biased else 0.0)) ** 2, axis=1, keepdims=True) + EPS)
+            allowed = 2 * HALF_ERROR * norms / size * (np.abs(norm) + np.abs(expected)) + 1e-5
+            assert (np.abs(got[:, :n_embd] - x[:, :n_embd] - expected) < allowed).all(), (rows, n_in, biased)
+            np.testing.assert_array_equal(got[:, n_embd:], x[:, n_embd:])
+
+
 def test_adding_nothing_changes_no_bit(lab: Any) -> None:
     """A product of 0 leaves x as it was, whatever scale its rows needed."""
     bench = Bench(lab, 8, 64, 64, 64)
@@ -185,24 +209,27 @@ def test_adding_nothing_changes_no_bit(lab: Any) -> None:
 
 def _feed_forward(
     bench: Bench, x: np.ndarray, norm: np.ndarray, gate: TensorInfo, up: TensorInfo, down: TensorInfo,
-    total: np.ndarray, bias: np.ndarray | None = None,
+    total: np.ndarray, bias: np.ndarray | None = None, activation: Activation = Activation.SILU,
 ) -> np.ndarray:
-    """total + down(swiglu(x)), on the device."""
+    """total + down(gated(x)), on the device."""
     lab = bench.lab
     half = len(bias) // 2 if bias is not None else 0
     biases = None if bias is None else [tensor("g", bias[None, :half]), tensor("u", bias[None, half:])]
     both, last = bench.weight(gate, up, biases=biases), bench.weight(down)
     rows, device = lab.empty((len(x), last.n_in), np.float32), lab.array(total)
-    bench.family.project_swiglu(lab.array(x), lab.array(norm), both, rows, eps=EPS)
+    bench.family.project_gated(lab.array(x), lab.array(norm), both, rows, eps=EPS, activation=activation)
     bench.family.add_projected(rows, last, device)
     return lab.host(device)
 
 
-def _swiglu(rows: np.ndarray, gate: np.ndarray, up: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
+def _gated(
+    rows: np.ndarray, gate: np.ndarray, up: np.ndarray, bias: np.ndarray | None,
+    activation: Activation = Activation.SILU,
+) -> np.ndarray:
     g, u = rows @ gate.T, rows @ up.T
     if bias is not None:
         g, u = g + bias[: len(gate)], u + bias[len(gate) :]
-    return g / (1.0 + np.exp(-g)) * u
+    return (gelu(g) if activation is Activation.GELU else g / (1.0 + np.exp(-g))) * u
 
 
 def _check_feed_forward(got: np.ndarray, hidden: np.ndarray, down: np.ndarray, total: np.ndarray) -> None:
@@ -220,7 +247,7 @@ GPU_FFN_SHAPES = [(512, 576, 1536, None), (2048, 1024, 3072, None), (300, 2560, 
 @pytest.mark.parametrize("quant", [Quant.F32, Quant.Q8_0])
 @pytest.mark.parametrize("biased", [False, True])
 def test_feed_forward(lab: Any, quant: Quant, biased: bool) -> None:
-    """project_swiglu, then add_projected: for gates and ups in tiles of their own and in common ones, slab by slab."""
+    """project_gated, then add_projected: for gates and ups in tiles of their own and in common ones, slab by slab."""
     for rows, n_embd, width, slab in FFN_SHAPES + (GPU_FFN_SHAPES if lab.on_gpu else []):
         bench = Bench(lab, rows, n_embd, max(n_embd, width), 2 * width, slab)
         gate, gate_values = _matrix(50, width, n_embd, quant, "blk.0.ffn_gate.weight")
@@ -228,8 +255,10 @@ def test_feed_forward(lab: Any, quant: Quant, biased: bool) -> None:
         down, down_values = _matrix(52, n_embd, width, quant)
         x, norm, total = _normal(53, rows, n_embd), _normal(54, n_embd), _normal(55, rows, n_embd, scale=0.1)
         bias = _normal(56, 2 * width) if biased else None
-        got = _feed_forward(bench, x, norm, gate, up, down, total, bias)
-        _check_feed_forward(got, _swiglu(_rms(x, norm), gate_values, up_values, bias), down_values, total)
+        for activation in Activation:
+            got = _feed_forward(bench, x, norm, gate, up, down, total, bias, activation)
+            hidden = _gated(_rms(x, norm), gate_values, up_values, bias, activation)
+            _check_feed_forward(got, hidden, down_values, total)
 
 
 @pytest.mark.parametrize("scale", [1e-3, 30.0, 3e3])
@@ -248,7 +277,7 @@ def test_feed_forward_of_any_size(lab: Any, scale: float, place: int) -> None:
     down, down_values = _matrix(63, n_embd, width, Quant.F32)
     norm, total = np.ones(n_embd, np.float32), np.zeros((rows, n_embd), np.float32)
     got = _feed_forward(bench, x, norm, gate_info, up_info, down, total)
-    hidden = _swiglu(_rms(x, norm), gate.astype(np.float64), up.astype(np.float64), None)
+    hidden = _gated(_rms(x, norm), gate.astype(np.float64), up.astype(np.float64), None)
     _check_feed_forward(got, hidden, down_values, total)
 
 
@@ -262,12 +291,12 @@ def test_feed_forward_of_scaled_rows(lab: Any, scale: float) -> None:
     x, norm, bias = _normal(93, rows, n_embd), _normal(94, n_embd, scale=scale), _normal(95, 2 * width)
     total = np.zeros((rows, n_embd), np.float32)
     got = _feed_forward(bench, x, norm, tensor("gate", gate), tensor("up", up), down, total, bias)
-    hidden = _swiglu(_rms(x, norm), gate.astype(np.float64), up.astype(np.float64), bias)
+    hidden = _gated(_rms(x, norm), gate.astype(np.float64), up.astype(np.float64), bias)
     _check_feed_forward(got, hidden, down_values, total)
 
 
 def test_float32_rows_where_halves_were(lab: Any) -> None:
-    """Rows that project_swiglu left are taken once: later ones at the same address are float32 again."""
+    """Rows that project_gated left are taken once: later ones at the same address are float32 again."""
     bench = Bench(lab, 4, 64, 64, 128)
     x, norm = _normal(70, 4, 64), _normal(71, 64)
     gate, up = _matrix(72, 64, 64, Quant.F32, "gate"), _matrix(73, 64, 64, Quant.F32, "up")
@@ -277,7 +306,7 @@ def test_float32_rows_where_halves_were(lab: Any) -> None:
     device_x, device_norm, sink = bench.lab.array(x), bench.lab.array(norm), bench.lab.array(total)
     rows = bench.lab.empty((4, 64), np.float32)
     for next_op in ("add_projected", "project"):
-        bench.family.project_swiglu(device_x, device_norm, both, rows, eps=EPS)
+        bench.family.project_gated(device_x, device_norm, both, rows, eps=EPS)
         if next_op == "add_projected":
             bench.family.add_projected(rows, last, sink)
         else:

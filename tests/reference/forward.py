@@ -30,15 +30,22 @@ class Result:
     """[T, E] rows after output_norm: what the output head multiplies"""
 
 
-def forward(path: Path, tokens: Sequence[int]) -> Result:
-    """Run ``tokens`` through the model at ``path``, from position 0."""
-    model = GgufModel(path)
-    block = _qwen35_block if model.arch == "qwen35" else _dense_block
+def forward(path: Path, tokens: Sequence[int], *, gelu_table: bool = False) -> Result:
+    """Run ``tokens`` through the model at ``path``, from position 0.
+
+    gelu_table  a ``gemma3`` feed-forward rounds as llama.cpp's CPU code does: see ``gelu``
+    """
+    model = GgufModel(path, gelu_table)
+    block = {"qwen35": _qwen35_block, "gemma3": _gemma3_block}.get(model.arch, _dense_block)
     x = model.rows("token_embd.weight", tokens)
+    if model.arch == "gemma3":
+        x = x * np.sqrt(x.shape[1])
     for layer in range(model.trunk_layers):
         x = block(model, layer, x)
     hidden = rms_norm(x, model.tensor("output_norm.weight"), model.eps)
-    return Result(hidden @ model.head.T, hidden)
+    logits = hidden @ model.head.T
+    cap = model.key("final_logit_softcapping", 0.0)
+    return Result(cap * np.tanh(logits / cap) if cap else logits, hidden)
 
 
 def forward_mtp(path: Path, tokens: Sequence[int], hidden: Array) -> Result:
@@ -63,7 +70,8 @@ def forward_mtp(path: Path, tokens: Sequence[int], hidden: Array) -> Result:
 class GgufModel:
     """Metadata and tensors of one GGUF, as float64."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, gelu_table: bool = False) -> None:
+        self.gelu_table = gelu_table
         self._reader = gguf.GGUFReader(path)
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
         self.arch: str = self._reader.fields["general.architecture"].contents()
@@ -112,14 +120,33 @@ def silu(x: Array) -> Array:
     return x * sigmoid(x)
 
 
-def attention(q: Array, k: Array, v: Array) -> Array:
-    """Causal softmax attention. q [T, H, D], k and v [T, G, D]; query head ``h`` reads KV head ``h // (H / G)``."""
+def gelu(x: Array, table: bool = False) -> Array:
+    """The tanh form (Hendrycks and Gimpel, 2016).
+
+    table  as llama.cpp's CPU code has it: number and result rounded to float16, except beyond +-10, where the result is
+           0 or the number
+    """
+    given = x.astype(np.float16).astype(np.float64) if table else x
+    out: Array = given / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (given + 0.044715 * given**3)))
+    if not table:
+        return out
+    return np.where(x <= -10, 0.0, np.where(x >= 10, x, out.astype(np.float16).astype(np.float64)))
+
+
+def attention(q: Array, k: Array, v: Array, *, window: int = 0, scale: float = 0.0) -> Array:
+    """Causal softmax attention. q [T, H, D], k and v [T, G, D]; query head ``h`` reads KV head ``h // (H / G)``.
+
+    window  of so many tokens at most, its own the last; 0: all.   scale  on q; 0: 1 / sqrt(D)
+    """
     count, heads, dim = q.shape
     mask = np.triu(np.full((count, count), -np.inf), 1)
+    if window:
+        mask += np.tril(np.full((count, count), -np.inf), -window)
+    scale = scale or 1 / np.sqrt(dim)
     out = np.empty_like(q)
     for head in range(heads):
         source = head // (heads // k.shape[1])
-        scores = q[:, head] @ k[:, source].T / np.sqrt(dim) + mask
+        scores = q[:, head] @ k[:, source].T * scale + mask
         weights = np.exp(scores - scores.max(axis=1, keepdims=True))
         out[:, head] = weights / weights.sum(axis=1, keepdims=True) @ v[:, source]
     return out
@@ -178,6 +205,30 @@ def _dense_block(model: GgufModel, layer: int, x: Array) -> Array:
     mixed = attention(q, k, project("attn_v", model.kv_heads)).reshape(len(x), -1)
     x = x + mixed @ model.tensor(f"blk.{layer}.attn_output.weight").T
     return x + _feed_forward(model, layer, x, "ffn_norm")
+
+
+def _gemma3_block(model: GgufModel, layer: int, x: Array) -> Array:
+    def tensor(name: str) -> Array:
+        return model.tensor(f"blk.{layer}.{name}.weight")
+
+    def heads(name: str, count: int) -> Array:
+        return (y @ tensor(name).T).reshape(len(x), count, model.head_dim)
+
+    pattern = model.key("attention.sliding_window_pattern", 6)
+    slides = pattern[layer] if isinstance(pattern, list) else layer % pattern < pattern - 1
+    base = model.key("rope.freq_base_swa", 10000.0) if slides else model.base
+    stretched = 1.0 if slides else model.key("rope.scaling.factor", 1.0)
+    angle = angles(len(x), model.rotated, base) / stretched
+    y = rms_norm(x, tensor("attn_norm"), model.eps)
+    q = rotate_halves(rms_norm(heads("attn_q", model.heads), tensor("attn_q_norm"), model.eps), angle)
+    k = rotate_halves(rms_norm(heads("attn_k", model.kv_heads), tensor("attn_k_norm"), model.eps), angle)
+    window = model.key("attention.sliding_window") if slides else 0
+    scale = 1 / np.sqrt(x.shape[1] // model.heads) if model.trunk_layers == 62 else 0.0
+    mixed = attention(q, k, heads("attn_v", model.kv_heads), window=window, scale=scale).reshape(len(x), -1)
+    x = x + rms_norm(mixed @ tensor("attn_output").T, tensor("post_attention_norm"), model.eps)
+    y = rms_norm(x, tensor("ffn_norm"), model.eps)
+    hidden = gelu(y @ tensor("ffn_gate").T, model.gelu_table) * (y @ tensor("ffn_up").T)
+    return x + rms_norm(hidden @ tensor("ffn_down").T, tensor("post_ffw_norm"), model.eps)
 
 
 def _qwen35_block(model: GgufModel, layer: int, x: Array) -> Array:

@@ -4,6 +4,7 @@
     write_tiny_llama    plain grouped-query attention
     write_tiny_qwen2    the same with other rotary pairs and biases
     write_tiny_qwen3    the same with other rotary pairs and norms of q and k
+    write_tiny_gemma3   the same, most layers seeing a window alone, and norms of all that is added
 
 Weights are scaled so that a forward pass behaves like one of a trained model: logits spread over a few nats, attention
 looks both near and far, recurrent state decays by 0.6 to 0.999 a token, greedy text does not settle on one token, and
@@ -18,7 +19,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from tests.support.tiny_vocab import Vocab, add_vocab
+from tests.support.tiny_vocab import SPM, Vocab, add_vocab
 
 # Types that gguf-py can quantise to.
 WEIGHT_TYPES = {
@@ -222,6 +223,52 @@ def write_tiny_qwen3(
         _put_dense_block(put, block, embd, ffn, heads, kv_heads, head_dim, gain=0.2)
         put.norm(f"{block}.attn_q_norm.weight", head_dim)
         put.norm(f"{block}.attn_k_norm.weight", head_dim)
+    return _finish(writer, path)
+
+
+def write_tiny_gemma3(
+    path: Path,
+    *,
+    seed: int,
+    tied: bool = True,
+    weight_type: str = "f32",
+    n_layer: int = 4,
+    embd: int = 64,
+    ffn: int = 128,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 64,
+    window: int = 80,
+    pattern: int | list[bool] = 2,
+    rope_scale: float = 1.0,
+    softcap: float = 0.0,
+    context_length: int = 32768,
+) -> Path:
+    """Write a ``gemma3`` model: of ``pattern`` layers in a row the last sees all, the others ``window`` tokens; or an
+    entry per layer, whether it slides. ``rope_scale`` stretches the positions of those that see all. Returns ``path``.
+    """
+    writer = gguf.GGUFWriter(path, "gemma3")
+    _add_general(writer, "tiny gemma3", weight_type)
+    _add_common(writer, n_layer, embd, ffn, heads, kv_heads, head_dim, None, context_length, eps=1e-6, base=1e6)
+    writer.add_sliding_window(window)
+    writer.add_sliding_window_pattern(pattern)
+    if rope_scale != 1.0:
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope_scale)
+    if softcap:
+        writer.add_final_logit_softcapping(softcap)
+    vocab = add_vocab(writer, SPM)
+
+    put = _Tensors(writer, np.random.default_rng(seed), weight_type)
+    put.embeddings(vocab, embd, tied=tied)
+    for layer in range(n_layer):
+        block = f"blk.{layer}"
+        _put_dense_block(put, block, embd, ffn, heads, kv_heads, head_dim, gain=1.0)
+        put.norm(f"{block}.attn_q_norm.weight", head_dim)
+        put.norm(f"{block}.attn_k_norm.weight", head_dim)
+        # What is added has the size of its norm; rows of the table have ``LOGIT_STD``, times the factor on them.
+        put.plain(f"{block}.post_attention_norm.weight", put.rng.normal(0.3, 0.03, embd))
+        put.plain(f"{block}.post_ffw_norm.weight", put.rng.normal(2.5, 0.25, embd))
     return _finish(writer, path)
 
 

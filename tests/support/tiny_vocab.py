@@ -1,16 +1,18 @@
-"""A small byte-level BPE vocabulary, trained here on a few sentences, in the form a GGUF carries.
+"""A small vocabulary, trained here on a few sentences, in the forms a GGUF carries: byte-level BPE, and SPM.
 
 ids [0, 256)              one token per byte, in byte order, written in GPT-2's printable alphabet
 ids [256, 256 + merges)   merged tokens, in merge order
 the last ids              special tokens
 
-All 256 bytes are covered, so any byte string has tokens and comes back exactly.
+All 256 bytes are covered, so any byte string has tokens and comes back exactly. An SPM vocabulary begins with its
+special tokens, has bytes as ``<0xNN>``, and then the same merged tokens with ``▁`` for spaces, and their characters.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -49,6 +51,13 @@ HEADERS = (
     "{{ message['content'] }}<|eot_id|>{% endfor %}"
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
+TURNS = (
+    "{{ bos_token }}{% for message in messages %}<start_of_turn>"
+    "{{ 'model' if message['role'] == 'assistant' else message['role'] }}\n{{ message['content'] }}<end_of_turn>\n"
+    "{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
+SPM = "spm"
+"""The style of ``gemma3``: no pre-tokenizer, but scores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +91,10 @@ STYLES = {
         "<|eot_id|>",
         "<|end_of_text|>",
         HEADERS,
+    ),
+    SPM: Style(
+        ("<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"), (), "<bos>", "<end_of_turn>", "<pad>",
+        TURNS,
     ),
 }
 
@@ -145,6 +158,36 @@ def tokens(pre: str) -> list[str]:
 
 def add_vocab(writer: gguf.GGUFWriter, pre: str) -> Vocab:
     """Write the tokenizer's metadata for pre-tokenizer ``pre``, a key of ``STYLES``."""
+    return _add_spm(writer) if pre == SPM else _add_bpe(writer, pre)
+
+
+def _add_spm(writer: gguf.GGUFWriter) -> Vocab:
+    style, control = STYLES[SPM], len(STYLES[SPM].control)
+    alphabet = {char: bytes([byte]) for byte, char in enumerate(byte_alphabet())}
+    merged = []
+    for left, right in merge_rules():
+        raw = b"".join(alphabet[char] for char in left + right)
+        with suppress(UnicodeDecodeError):   # parts of a character are no token here
+            merged.append(raw.decode().replace(" ", "\N{LOWER ONE EIGHTH BLOCK}"))
+    pieces = dict.fromkeys([*merged, *sorted({char for piece in merged for char in piece})])
+    texts = [*style.control, *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
+    types = [gguf.TokenType.CONTROL] * control + [gguf.TokenType.BYTE] * 256 + [gguf.TokenType.NORMAL] * len(pieces)
+    types[style.control.index("<unk>")] = gguf.TokenType.UNKNOWN
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(texts)
+    writer.add_token_scores([0.0] * (control + 256) + [-float(rank) for rank in range(len(pieces))])
+    writer.add_token_types(types)
+    writer.add_bos_token_id(texts.index("<bos>"))
+    writer.add_eos_token_id(texts.index(style.eos))
+    writer.add_unk_token_id(texts.index("<unk>"))
+    writer.add_pad_token_id(texts.index(style.pad))
+    writer.add_add_bos_token(True)
+    writer.add_add_space_prefix(False)
+    writer.add_chat_template(style.chat_template)
+    return Vocab(len(texts), slice(0, control))
+
+
+def _add_bpe(writer: gguf.GGUFWriter, pre: str) -> Vocab:
     style = STYLES[pre]
     texts = tokens(pre)
     plain = len(texts) - len(style.control) - len(style.user_defined)

@@ -16,6 +16,7 @@ from tests.support.llamacpp import LlamaCppError, Model
 from tests.support.tiny_gguf import (
     LOGIT_STD,
     WEIGHT_TYPES,
+    write_tiny_gemma3,
     write_tiny_llama,
     write_tiny_qwen2,
     write_tiny_qwen3,
@@ -23,15 +24,17 @@ from tests.support.tiny_gguf import (
 )
 from tests.support.tiny_vocab import TRAINING_TEXT, byte_alphabet, tokens
 
-WRITERS = [write_tiny_llama, write_tiny_qwen2, write_tiny_qwen3, write_tiny_qwen35]
+WRITERS = [write_tiny_gemma3, write_tiny_llama, write_tiny_qwen2, write_tiny_qwen3, write_tiny_qwen35]
 MAX_BYTES = 2 << 20
 PLAIN_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=80)
 
 
-@pytest.fixture(scope="module", params=["llama", "llama with BOS", "qwen2", "qwen3", "qwen35"])
+@pytest.fixture(scope="module", params=["gemma3 with BOS", "llama", "llama with BOS", "qwen2", "qwen3", "qwen35"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
     path = tmp_path_factory.mktemp("tiny") / "model.gguf"
     match request.param:
+        case "gemma3 with BOS":
+            write_tiny_gemma3(path, seed=1)
         case "qwen2":
             write_tiny_qwen2(path, seed=1)
         case "qwen3":
@@ -137,9 +140,9 @@ def test_any_text_survives_the_tokenizer(model: Model, text: str) -> None:
 
 
 def test_bos_is_added_only_where_the_vocabulary_wants_it(model: Model, request: pytest.FixtureRequest) -> None:
-    """``llama-bpe`` files start a text with BOS, the others do not."""
+    """``llama-bpe`` and ``gemma3`` files start a text with BOS, the others do not."""
     added = len(model.tokenize("river")) - len(model.tokenize("river", add_special=False))
-    assert added == int(model.detokenize(model.tokenize("river")).startswith(b"<|begin_of_text|>"))
+    assert added == int(model.detokenize(model.tokenize("river")).startswith((b"<|begin_of_text|>", b"<bos>")))
     assert added == int("BOS" in request.node.name)
 
 

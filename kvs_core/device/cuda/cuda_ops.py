@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvs_core.device.base import (
+    Activation,
     AttentionParams,
     Buffer,
     Capabilities,
@@ -110,12 +111,12 @@ class CudaOps:
 
     def kernels(
         self, weights: Sequence[CudaWeight], tables: Sequence[CudaWeight], geometry: PageGeometry,
-        attention: Sequence[AttentionParams], recurrent: Sequence[GdnShape],
+        attention: Sequence[AttentionParams], recurrent: Sequence[GdnShape], activation: Activation,
     ) -> list[Kernel]:
         """All that a model with these parts launches."""
         launcher: Launcher = self._context.launcher
         arch = launcher.arch
-        kernels = list(self._matmul.kernels_for(weights, gated_norm=bool(recurrent)))
+        kernels = list(self._matmul.kernels_for(weights, gated_norm=bool(recurrent), activation=activation))
         for table in tables:
             kernels += embed.kernels_for(table.sections[0].quant)
         for params in attention:
@@ -146,10 +147,10 @@ class CudaOps:
 
     # Ops.
 
-    def embed(self, table: Weight, x: Buffer) -> None:
+    def embed(self, table: Weight, x: Buffer, *, factor: float = 1.0) -> None:
         """See ``Ops.embed``."""
         assert isinstance(table, CudaWeight)
-        self._embed.run(table, x)
+        self._embed.run(table, x, factor)
 
     def project(self, x: Buffer, norm: Buffer, weight: Weight, out: Buffer, *, eps: float, phase: Phase) -> None:
         """See ``Ops.project``."""
@@ -157,17 +158,26 @@ class CudaOps:
         family = self._matmul if phase is Phase.DECODE else self._prefill_matmul
         family.project(x, norm, weight, out, eps=eps)
 
-    def project_swiglu(self, x: Buffer, norm: Buffer, weight: Weight, out: Buffer, *, eps: float, phase: Phase) -> None:
-        """See ``Ops.project_swiglu``."""
+    def project_gated(
+        self, x: Buffer, norm: Buffer, weight: Weight, out: Buffer, *, eps: float, phase: Phase,
+        activation: Activation = Activation.SILU,
+    ) -> None:
+        """See ``Ops.project_gated``."""
         assert isinstance(weight, CudaWeight)
         family = self._matmul if phase is Phase.DECODE else self._prefill_matmul
-        family.project_swiglu(x, norm, weight, out, eps=eps)
+        family.project_gated(x, norm, weight, out, eps=eps, activation=activation)
 
     def add_projected(self, rows: Buffer, weight: Weight, x: Buffer, *, phase: Phase) -> None:
         """See ``Ops.add_projected``."""
         assert isinstance(weight, CudaWeight)
         family = self._matmul if phase is Phase.DECODE else self._prefill_matmul
         family.add_projected(rows, weight, x)
+
+    def add_normed(self, rows: Buffer, weight: Weight, norm: Buffer, x: Buffer, *, eps: float, phase: Phase) -> None:
+        """See ``Ops.add_normed``."""
+        assert isinstance(weight, CudaWeight)
+        family = self._matmul if phase is Phase.DECODE else self._prefill_matmul
+        family.add_normed(rows, weight, norm, x, eps=eps)
 
     def load_plan(self, layer: int, rows: int, plan: LayerPlan) -> DevicePlan:
         """See ``Ops.load_plan``."""
@@ -226,6 +236,10 @@ class CudaOps:
             return None
         top = self._sample.top_k(logits, k)
         return top.ids, top.values
+
+    def softcap(self, logits: Buffer, cap: float) -> None:
+        """See ``Ops.softcap``."""
+        self._norm.softcap(logits, cap)
 
     def rms_norm(self, x: Buffer, norm: Buffer, out: Buffer, *, eps: float) -> None:
         """See ``Ops.rms_norm``."""

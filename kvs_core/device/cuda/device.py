@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from kvs_core.device.base import (
+    Activation,
     AttentionParams,
     Buffer,
     Capabilities,
@@ -177,13 +178,13 @@ class CudaDevice:
 
     def prepare_ops(
         self, geometry: PageGeometry, attention: Sequence[AttentionParams], recurrent: Sequence[GdnShape],
-        progress: Progress | None = None,
+        activation: Activation, progress: Progress | None = None,
     ) -> None:
         """See ``Device``: compile what the model's steps will launch, or find it in the cache on disk."""
         self._files.finish()
         self._weights.finish()
         weights = list(self._weights.weights)
-        kernels = self._ops.kernels(weights, self._tables, geometry, attention, recurrent)
+        kernels = self._ops.kernels(weights, self._tables, geometry, attention, recurrent, activation)
         self._runtime.launcher.prepare(kernels, progress)
 
     def _allocate_weights(self, size_bytes: int) -> Buffer:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from kvs_core.device.base import (
+    Activation,
     AttentionParams,
     Buffer,
     Capabilities,
@@ -205,7 +206,7 @@ class HostDevice:
 
     def prepare_ops(
         self, geometry: PageGeometry, attention: Sequence[AttentionParams], recurrent: Sequence[GdnShape],
-        progress: Progress | None = None,
+        activation: Activation, progress: Progress | None = None,
     ) -> None:
         """See ``Device``. Nothing is compiled."""
 

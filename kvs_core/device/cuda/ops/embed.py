@@ -11,7 +11,7 @@ from gguf.constants import GGMLQuantizationType
 
 from kvs_core.device.base import Buffer, RopeTable
 from kvs_core.device.cuda.context import Context
-from kvs_core.device.cuda.kernel import I32, I64, PTR, Kernel, address
+from kvs_core.device.cuda.kernel import F32, I32, I64, PTR, Kernel, address
 from kvs_core.device.cuda.ops.matmul_rows import BLOCK_TYPES, TILE
 from kvs_core.device.cuda.tables import STEP_TOKENS
 from kvs_core.device.cuda.weights import CudaWeight, RowsSection, Upload
@@ -64,9 +64,10 @@ class Embed:
         for rope in self._ropes.values():
             rope.cs = upload(np.zeros((max_rows, rope.n_rot // 2, 2), np.float32))
 
-    def run(self, table: CudaWeight, x: Buffer) -> None:
-        """x[t] = row tokens[t] of the table, zeros if it has none; then the rotary tables.   x [T, n_in], contiguous
+    def run(self, table: CudaWeight, x: Buffer, factor: float = 1.0) -> None:
+        """x[t] = row tokens[t] of the table times factor, zeros if it has none; then the rotary tables.
 
+        x      [T, n_in], contiguous
         table  one ``RowsSection``, in pinned host memory or on the device
         Tokens and positions: in DECODE from the step table, in PREFILL from the context.
         """
@@ -79,7 +80,7 @@ class Embed:
             _embed(section.quant), (ceil_div(table.n_in, TILE * _BLOCK_TILES), context.rows, 1), 32 * _BLOCK_TILES,
             (
                 section.rows, section.row_bytes, table.n_in, table.n_out,
-                address(context.step) + 4 * STEP_TOKENS if decode else context.tokens, x,
+                address(context.step) + 4 * STEP_TOKENS if decode else context.tokens, factor, x,
             ),
             overlap=decode,
         )
@@ -108,4 +109,4 @@ def instances(arch: int) -> Iterator[Kernel]:
 
 @cache
 def _embed(quant: Quant) -> Kernel:
-    return Kernel("embed.cu", "embed", (PTR, I64, I32, I32, PTR, PTR), (("TYPE", quant.name),))
+    return Kernel("embed.cu", "embed", (PTR, I64, I32, I32, PTR, F32, PTR), (("TYPE", quant.name),))

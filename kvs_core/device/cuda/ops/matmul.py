@@ -3,9 +3,10 @@
 How a layer's products hang together (each line one launch):
 
     x  ──add_quant──  x += parts; records of x * norm, sums of squares  ──matmul──  y          project
-                                                                        ──matmul──  gate, up   project_swiglu
+                                                                        ──matmul──  gate, up   project_gated
     rows  ──matmul──  parts of the sum, one per range of columns                               add_projected
                       they wait for the next op on x, whose add_quant adds them in order, or for ``flush``
+                      ──add_normed──  x += their sum through an RMS norm                       add_normed
 
 A row's bits do not depend on how many rows share the step: neither do partitions, nor any order of sums.
 """
@@ -18,7 +19,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from kvs_core.device.base import Buffer, StepSizes
+from kvs_core.device.base import Activation, Buffer, StepSizes
 from kvs_core.device.cuda.context import Context
 from kvs_core.device.cuda.kernel import Kernel, address
 from kvs_core.device.cuda.ops import matmul_rows
@@ -28,10 +29,11 @@ from kvs_core.device.cuda.ops.matmul_kernels import (
     ADD_QUANT,
     APPLY_PARTS,
     GATED_NORM,
+    GATES,
     MOST_PARTS,
     NARROW_ROWS,
+    OUTPUTS,
     QUANT,
-    SWIGLU,
     UNQUANT,
     Fit,
     Input,
@@ -44,6 +46,7 @@ from kvs_core.device.cuda.ops.matmul_kernels import (
     variants,
 )
 from kvs_core.device.cuda.ops.matmul_rows import RowsDequant, RowsMatmul
+from kvs_core.device.cuda.ops.norm import Norm
 from kvs_core.device.cuda.weights import BLOCK, CudaWeight, RecordSection, RowsSection
 from kvs_core.device.workspace import BufferSpec
 from kvs_core.memory.phases import Phase
@@ -97,6 +100,7 @@ class DecodeMatmul:
         self._context = context
         self._rows = RowsMatmul(context)
         self._dequant_rows = RowsDequant(context)
+        self._post_norm = Norm(context)
         self._kept: _Kept | None = None
 
     def scratch(self, phase: Phase, sizes: StepSizes) -> list[BufferSpec]:
@@ -111,7 +115,9 @@ class DecodeMatmul:
             BufferSpec("matmul_gate_up", (rows, sizes.widest_out), np.float32),
         ]
 
-    def kernels_for(self, weights: Iterable[CudaWeight], *, gated_norm: bool) -> list[Kernel]:
+    def kernels_for(
+        self, weights: Iterable[CudaWeight], *, gated_norm: bool, activation: Activation = Activation.SILU
+    ) -> list[Kernel]:
         """Those that products with these weights use; ``gated_norm``: some rows will have that form."""
         kernels = dict.fromkeys(ACT_KERNELS)
         for weight in weights:
@@ -119,7 +125,7 @@ class DecodeMatmul:
                 if isinstance(section, RowsSection):
                     kernels.update(dict.fromkeys(matmul_rows.kernels_for(section.quant, section.n_rows, MAX_ROWS)))
                     continue
-                output = Output.SWIGLU if section.interleaved else Output.PLAIN
+                output = OUTPUTS[activation] if section.interleaved else Output.PLAIN
                 kernels[dequant(section.quant)] = None
                 for n_splits in {1, self._splits(weight)}:
                     warps = self._fit(section, n_splits, 1).warps
@@ -147,23 +153,35 @@ class DecodeMatmul:
             else:
                 self._multiply_normed(weight, section, out, eps)
 
-    def project_swiglu(self, x: Buffer, norm: Buffer, weight: CudaWeight, out: Buffer, *, eps: float) -> None:
-        """See ``Ops.project_swiglu``.   out [T, n_out / 2] float32"""
+    def project_gated(
+        self, x: Buffer, norm: Buffer, weight: CudaWeight, out: Buffer, *, eps: float,
+        activation: Activation = Activation.SILU,
+    ) -> None:
+        """See ``Ops.project_gated``.   out [T, n_out / 2] float32"""
         self._context.forms.pop(address(out), None)
         if weight.swiglu is not None:
             self._norm(x, norm, weight)
-            self._multiply_normed(weight, weight.swiglu, out, eps, Output.SWIGLU)
+            self._multiply_normed(weight, weight.swiglu, out, eps, OUTPUTS[activation])
             return
         rows, half = len(x), weight.n_out // 2
         both = self._scratch("matmul_gate_up").reshape(-1)[: rows * weight.n_out].reshape(rows, weight.n_out)
         self.project(x, norm, weight, both, eps=eps)
-        self._launch(SWIGLU, (ceil_div(half, 128), rows, 1), (both, half, out, _stride(out)))
+        self._launch(GATES[activation], (ceil_div(half, 128), rows, 1), (both, half, out, _stride(out)))
 
     def add_projected(self, rows: Buffer, weight: CudaWeight, x: Buffer) -> None:
         """See ``Ops.add_projected``. The sum is kept back until the next op on x, or ``flush``.
 
         rows  float32 [T, n_in], 16-byte aligned, rows a multiple of 4 numbers apart; or what ``Context.forms`` says
         """
+        self._kept = _Kept(x, *self._multiply_rows(rows, weight))
+
+    def add_normed(self, rows: Buffer, weight: CudaWeight, norm: Buffer, x: Buffer, *, eps: float) -> None:
+        """See ``Ops.add_normed``.   rows as in ``add_projected``"""
+        parts, stride = self._multiply_rows(rows, weight)
+        self._post_norm.add_normed(self._scratch("matmul_parts"), parts, stride, norm, x, eps=eps)
+
+    def _multiply_rows(self, rows: Buffer, weight: CudaWeight) -> tuple[int, int]:
+        """Leave the parts of rows @ weight.T in the scratch: how many, and numbers from one's row to the next."""
         self.flush()
         form = self._context.forms.pop(address(rows), None)
         parts, stride = self._splits(weight), align_up(weight.n_out, 4)
@@ -175,7 +193,7 @@ class DecodeMatmul:
                 self._rows.run(rows, section, self._scratch("matmul_parts"), n_in=weight.n_in, out_stride=stride)
             else:
                 self._multiply_parts(weight, section, rows, form, stride, parts)
-        self._kept = _Kept(x, parts, stride)
+        return parts, stride
 
     def flush(self) -> None:
         """Add what is kept back to its x. Before other ops read x, or any part of it."""

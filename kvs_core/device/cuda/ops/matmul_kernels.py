@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 
+from kvs_core.device.base import Activation
 from kvs_core.device.cuda.kernel import F32, I32, I64, PTR, Kernel
 from kvs_core.device.cuda.weights import BLOCK, RECORD_TYPES, Quant, record_bytes
 from kvs_core.errors import CapabilityError
@@ -36,6 +37,7 @@ class Output(Enum):
 
     PLAIN = "PLAIN"
     SWIGLU = "SWIGLU"
+    GEGLU = "GEGLU"
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +121,13 @@ QUANT = Kernel("act_quant.cu", "quant", (PTR, I32, I32, I32, PTR))
 UNQUANT = Kernel("act_quant.cu", "unquant", (PTR, I32, I32, PTR))
 GATED_NORM = Kernel("act_quant.cu", "gated_norm", (PTR, I32, PTR, I32, PTR, I32, F32, PTR))
 SWIGLU = Kernel("act_quant.cu", "swiglu", (PTR, I32, PTR, I32))
-ACT_KERNELS = (ADD_QUANT, APPLY_PARTS, QUANT, UNQUANT, GATED_NORM, SWIGLU)
+GEGLU = Kernel("act_quant.cu", "geglu", (PTR, I32, PTR, I32))
+ACT_KERNELS = (ADD_QUANT, APPLY_PARTS, QUANT, UNQUANT, GATED_NORM, SWIGLU, GEGLU)
+
+OUTPUTS = {Activation.SILU: Output.SWIGLU, Activation.GELU: Output.GEGLU}
+"""Of products with gate and up rows in common tiles."""
+GATES = {Activation.SILU: SWIGLU, Activation.GELU: GEGLU}
+"""What joins gate and up rows otherwise."""
 
 
 def variants(output: Output, *, gated_norm: bool) -> Iterator[tuple[bool, Input]]:

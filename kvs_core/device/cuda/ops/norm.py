@@ -1,4 +1,4 @@
-"""Launchers of ``norm.cu``: rows through an RMS norm, and the row of a table that a step names."""
+"""Launchers of ``norm.cu``: rows through an RMS norm or a soft cap, and the row of a table that a step names."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from kvs_core.units import ceil_div
 
 _THREADS = 256
 _RMS_NORM = Kernel("norm.cu", "rms_norm", (PTR, I32, PTR, PTR, I32, I32, F32))
+_ADD_NORMED = Kernel("norm.cu", "add_normed", (PTR, I32, I32, PTR, PTR, I32, I32, F32))
+_SOFTCAP = Kernel("norm.cu", "softcap", (PTR, I32, I32, F32))
 _TAKE_KEPT = Kernel("norm.cu", "take_kept", (PTR, I32, PTR, PTR, I32))
 
 
 class Norm:
-    """The ops ``rms_norm`` and ``take_kept``. A row's bits do not depend on the others."""
+    """The ops ``rms_norm``, ``softcap`` and ``take_kept``, and the end of ``add_normed``. A row's bits do not depend on
+    the others."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -26,6 +29,25 @@ class Norm:
         rows, n = x.shape
         self._context.launcher.launch(
             _RMS_NORM, (rows, 1, 1), _THREADS, (x, _stride(x), norm, out, _stride(out), n, eps), overlap=self._decoding
+        )
+
+    def add_normed(self, parts: Buffer, n_parts: int, stride: int, norm: Buffer, x: Buffer, *, eps: float) -> None:
+        """x += rms(sum of parts) * norm, the parts added in order; they are used up.
+
+        parts  float32 [n_parts, T, stride]; x float32 [T, n], rows any distance apart
+        """
+        rows, n = x.shape
+        self._context.launcher.launch(
+            _ADD_NORMED, (rows, 1, 1), _THREADS, (parts, n_parts, stride, norm, x, _stride(x), n, eps),
+            overlap=self._decoding,
+        )
+
+    def softcap(self, logits: Buffer, cap: float) -> None:
+        """See ``Ops.softcap``.   logits float32 [T, V], rows any distance apart"""
+        rows, n = logits.shape
+        self._context.launcher.launch(
+            _SOFTCAP, (ceil_div(n, _THREADS), rows, 1), _THREADS, (logits, _stride(logits), n, cap),
+            overlap=self._decoding,
         )
 
     def take_kept(self, rows: Buffer, out: Buffer) -> None:
@@ -47,5 +69,5 @@ def _stride(rows: Buffer) -> int:
 
 
 def instances(arch: int) -> Iterator[Kernel]:
-    """Both kernels, the same on every GPU."""
-    yield from (_RMS_NORM, _TAKE_KEPT)
+    """All kernels, the same on every GPU."""
+    yield from (_RMS_NORM, _ADD_NORMED, _SOFTCAP, _TAKE_KEPT)

@@ -16,9 +16,10 @@ from typing import Protocol
 
 import numpy as np
 
-from kvs_core.device.base import Buffer, StepSizes
+from kvs_core.device.base import Activation, Buffer, StepSizes
 from kvs_core.device.cuda.context import Context
 from kvs_core.device.cuda.kernel import F32, I32, PTR, Gemm, Kernel, address
+from kvs_core.device.cuda.ops.norm import Norm
 from kvs_core.device.cuda.weights import CudaWeight, RecordSection, record_bytes
 from kvs_core.device.workspace import BufferSpec
 from kvs_core.memory.phases import Phase
@@ -36,6 +37,8 @@ _NARROW = 64                           # a quarter of so many gates is no slab y
 _RMS_ROWS = Kernel("prefill_rows.cu", "rms_rows", (PTR, I32, PTR, F32, I32, PTR, PTR))
 _ROUND_ROWS = Kernel("prefill_rows.cu", "round_rows", (PTR, I32, I32, PTR, PTR))
 _SWIGLU_ROWS = Kernel("prefill_rows.cu", "swiglu_rows", (PTR, I32, PTR, PTR, I32, I32, PTR, PTR))
+_GEGLU_ROWS = Kernel("prefill_rows.cu", "geglu_rows", (PTR, I32, PTR, PTR, I32, I32, PTR, PTR))
+_GATES = {Activation.SILU: _SWIGLU_ROWS, Activation.GELU: _GEGLU_ROWS}
 _DIVIDE_ROWS = Kernel("prefill_rows.cu", "divide_rows", (PTR, I32, I32, PTR))
 _FINISH_ROWS = Kernel("prefill_rows.cu", "finish_rows", (PTR, I32, I32, PTR, PTR))
 
@@ -49,7 +52,7 @@ class Dequant(Protocol):
 
 
 class PrefillMatmul:
-    """``project``, ``project_swiglu`` and ``add_projected`` of a PREFILL step, for any number of rows.
+    """``project``, ``project_gated``, ``add_projected`` and ``add_normed`` of a PREFILL step, for any number of rows.
 
     Inputs are rounded to float16, products have float32 sums. n_in is a multiple of 32.
     """
@@ -58,15 +61,18 @@ class PrefillMatmul:
         self._context = context
         self._gemm = gemm
         self._dequant = dequant
-        self._half_rows = 0   # address of the rows that project_swiglu has left in float16
+        self._post_norm = Norm(context)
+        self._half_rows = 0   # address of the rows that project_gated has left in float16
 
     def scratch(self, phase: Phase, sizes: StepSizes) -> list[BufferSpec]:
-        """In PREFILL: rows and a slab in float16, peaks of rows, and products where ``project_swiglu`` is narrow."""
+        """In PREFILL: rows and a slab in float16, peaks of rows, products where ``project_gated`` is narrow, and those
+        that go through a norm."""
         if phase is not Phase.PREFILL:
             return []
         slab = min(SLAB_BYTES // 2, sizes.widest_in * align_up(sizes.widest_out, _SLAB_STEP))
         widest = max(sizes.n_embd, sizes.heads * sizes.k_dim, 0 if sizes.gdn is None else sizes.gdn.inner)
-        return [
+        products = [BufferSpec("prefill_matmul.products", (sizes.rows, sizes.n_embd), np.float32)]
+        return (products if sizes.post_norms else []) + [
             BufferSpec("prefill_matmul.rows", (sizes.rows * widest,), np.float16),
             BufferSpec("prefill_matmul.slab", (slab,), np.float16),
             BufferSpec("prefill_matmul.norm_peaks", (sizes.rows,), np.float32),
@@ -81,8 +87,11 @@ class PrefillMatmul:
         self._multiply(rows, len(x), weight, at, stride, accumulate=False)
         self._finish(at, stride, len(x), weight, "norm_peaks")
 
-    def project_swiglu(self, x: Buffer, norm: Buffer, weight: CudaWeight, out: Buffer, *, eps: float) -> None:
-        """See ``Ops.project_swiglu``. out, contiguous, becomes
+    def project_gated(
+        self, x: Buffer, norm: Buffer, weight: CudaWeight, out: Buffer, *, eps: float,
+        activation: Activation = Activation.SILU,
+    ) -> None:
+        """See ``Ops.project_gated``. out, contiguous, becomes
 
             float16 [T, F]  | float32 [T, 2 n]: products of n gates and n ups, slab by slab
 
@@ -103,17 +112,30 @@ class PrefillMatmul:
                 rows, slab, products, n_rows=n_rows, n_out=2 * n, n_in=weight.n_in, out_stride=2 * n, accumulate=False
             )
             self._launch(
-                _SWIGLU_ROWS, n_rows, products, n, self._buffer("norm_peaks"), _bias(weight), first, width, at,
+                _GATES[activation], n_rows, products, n, self._buffer("norm_peaks"), _bias(weight), first, width, at,
                 self._buffer("row_peaks"),
             )
         self._half_rows = at
 
     def add_projected(self, rows: Buffer, weight: CudaWeight, x: Buffer) -> None:
         """See ``Ops.add_projected``. Float32 rows wider than the scratch are multiplied a part of them at a time."""
-        n_rows, n_in, at = len(x), weight.n_in, address(rows)
+        for halves, first, n in self._halves(rows, len(x), weight.n_in):
+            self._add(halves, n, weight, address(x) + 4 * first * _stride(x), _stride(x))
+
+    def add_normed(self, rows: Buffer, weight: CudaWeight, norm: Buffer, x: Buffer, *, eps: float) -> None:
+        """See ``Ops.add_normed``. Rows as in ``add_projected``."""
+        products, stride = self._buffer("products"), weight.n_out
+        for halves, first, n in self._halves(rows, len(x), weight.n_in):
+            self._multiply(halves, n, weight, address(products), stride, accumulate=False)
+            self._finish(address(products), stride, n, weight, "row_peaks")
+            self._post_norm.add_normed(products, 1, stride, norm, x[first : first + n], eps=eps)
+
+    def _halves(self, rows: Buffer, n_rows: int, n_in: int) -> Iterator[tuple[int, int, int]]:
+        """Rows in float16, some at a time: address, first row, rows. Their peaks are in the scratch until the next."""
+        at = address(rows)
         if at == self._half_rows:
             self._half_rows = 0
-            self._add(at, n_rows, weight, address(x), _stride(x))
+            yield at, 0, n_rows
             return
         halves = self._buffer("rows")
         step = min(n_rows, halves.size // n_in)
@@ -121,7 +143,7 @@ class PrefillMatmul:
         for first in range(0, n_rows, step):
             n, stride = min(step, n_rows - first), _stride(rows)
             self._launch(_ROUND_ROWS, n, at + 4 * first * stride, stride, n_in, halves, self._buffer("row_peaks"))
-            self._add(address(halves), n, weight, address(x) + 4 * first * _stride(x), _stride(x))
+            yield address(halves), first, n
 
     def _norm_rows(self, x: Buffer, norm: Buffer, eps: float) -> int:
         """The normed rows in float16; their peaks are in the scratch."""
@@ -228,4 +250,4 @@ def _stride(rows: Buffer) -> int:
 
 def instances(arch: int) -> Iterator[Kernel]:
     """All kernels of the family, the same on every GPU."""
-    yield from (_RMS_ROWS, _ROUND_ROWS, _SWIGLU_ROWS, _DIVIDE_ROWS, _FINISH_ROWS)
+    yield from (_RMS_ROWS, _ROUND_ROWS, _SWIGLU_ROWS, _GEGLU_ROWS, _DIVIDE_ROWS, _FINISH_ROWS)

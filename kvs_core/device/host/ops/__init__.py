@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvs_core.device.base import AttentionParams, Buffer, StepInputs, Weight
+from kvs_core.device.base import Activation, AttentionParams, Buffer, StepInputs, Weight
 from kvs_core.device.host.ops import attention, basic, gdn, kv_write
 from kvs_core.device.host.workers import Team
 from kvs_core.memory.phases import Phase
@@ -32,9 +32,11 @@ class HostOps:
         """See ``Device.begin_step``."""
         self._inputs = inputs
 
-    def embed(self, table: Weight, x: Buffer) -> None:
+    def embed(self, table: Weight, x: Buffer, *, factor: float = 1.0) -> None:
         """See ``Ops.embed``."""
         basic.embed(table, self._step.tokens, x)
+        if factor != 1.0:
+            basic.scale(x, factor)
 
     def project(self, x: Buffer, norm: Buffer, weight: Weight, out: Buffer, *, eps: float, phase: Phase) -> None:
         """See ``Ops.project``."""
@@ -42,11 +44,14 @@ class HostOps:
         basic.rms_norm(x, norm, normed, eps=eps)
         basic.matmul(normed, weight, out, phase=phase, team=self._team)
 
-    def project_swiglu(self, x: Buffer, norm: Buffer, weight: Weight, out: Buffer, *, eps: float, phase: Phase) -> None:
-        """See ``Ops.project_swiglu``."""
+    def project_gated(
+        self, x: Buffer, norm: Buffer, weight: Weight, out: Buffer, *, eps: float, phase: Phase,
+        activation: Activation = Activation.SILU,
+    ) -> None:
+        """See ``Ops.project_gated``."""
         rows = np.empty((len(x), weight.n_out), np.float32)
         self.project(x, norm, weight, rows, eps=eps, phase=phase)
-        basic.swiglu(rows, out)
+        basic.gated(rows, out, activation)
 
     def add_projected(self, rows: Buffer, weight: Weight, x: Buffer, *, phase: Phase) -> None:
         """See ``Ops.add_projected``."""
@@ -54,8 +59,19 @@ class HostOps:
         basic.matmul(rows, weight, out, phase=phase, team=self._team)
         x += out
 
+    def add_normed(self, rows: Buffer, weight: Weight, norm: Buffer, x: Buffer, *, eps: float, phase: Phase) -> None:
+        """See ``Ops.add_normed``."""
+        out = np.empty_like(x)
+        basic.matmul(rows, weight, out, phase=phase, team=self._team)
+        basic.rms_norm(out, norm, out, eps=eps)
+        x += out
+
     def top_logits(self, logits: Buffer, k: int) -> None:
         """See ``Ops.top_logits``. The host has all logits at hand."""
+
+    def softcap(self, logits: Buffer, cap: float) -> None:
+        """See ``Ops.softcap``."""
+        basic.softcap(logits, cap)
 
     def rms_norm(self, x: Buffer, norm: Buffer, out: Buffer, *, eps: float) -> None:
         """See ``Ops.rms_norm``."""

@@ -11,12 +11,14 @@ import math
 
 import numpy as np
 
-from kvs_core.device.base import Buffer, RopeTable, Weight
+from kvs_core.device.base import Activation, Buffer, RopeTable, Weight
 from kvs_core.device.host.weights import HostMatrix, HostWeight
 from kvs_core.device.host.workers import Team
 from kvs_core.memory.phases import Phase
 
 _EXP_LIMIT = np.float32(88.0)   # exp of it is still a float32
+_GELU_SLOPE, _GELU_CUBE = np.float32(2.0 * math.sqrt(2.0 / math.pi)), np.float32(0.044715)
+_GELU_LIMIT = np.float32(64.0)
 _ALONE = Team(1)
 
 
@@ -35,6 +37,22 @@ def silu(x: Buffer) -> Buffer:
     out = sigmoid(x)
     out *= x
     return out
+
+
+def gelu(x: Buffer) -> Buffer:
+    """x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)), a new array: see ``Activation.GELU``."""
+    cubed = np.clip(x, -_GELU_LIMIT, _GELU_LIMIT)   # beyond, the sigmoid is 0 or 1
+    out = np.square(cubed)
+    out *= _GELU_CUBE
+    out += np.float32(1.0)
+    out *= cubed
+    out *= _GELU_SLOPE
+    out = sigmoid(out)
+    out *= x
+    return out
+
+
+ACTIVATIONS = {Activation.SILU: silu, Activation.GELU: gelu}
 
 
 def embed(table: Weight, tokens: np.ndarray, x: Buffer) -> None:
@@ -79,10 +97,10 @@ def rms_norm(x: Buffer, weight: Buffer, out: Buffer, *, eps: float) -> None:
     out *= weight
 
 
-def swiglu(rows: Buffer, out: Buffer) -> None:
-    """out = gate * sigmoid(gate) * up   rows [T, 2 F]: gate, then up; out [T, F]"""
+def gated(rows: Buffer, out: Buffer, activation: Activation = Activation.SILU) -> None:
+    """out = activation(gate) * up   rows [T, 2 F]: gate, then up; out [T, F]"""
     gate, up = np.split(rows, 2, axis=-1)
-    np.multiply(silu(gate), up, out=out)
+    np.multiply(ACTIVATIONS[activation](gate), up, out=out)
 
 
 def gate_heads(x: Buffer, gate: Buffer) -> None:
@@ -131,3 +149,10 @@ def hadamard(x: Buffer, block: int) -> None:
 def scale(x: Buffer, factor: float) -> None:
     """x *= factor"""
     np.multiply(x, np.float32(factor), out=x)
+
+
+def softcap(x: Buffer, cap: float) -> None:
+    """x = cap * tanh(x / cap)"""
+    np.divide(x, np.float32(cap), out=x)
+    np.tanh(x, out=x)
+    scale(x, cap)
