@@ -27,10 +27,10 @@ from kvs_core.formats.gguf_writer import data_bytes
 from kvs_core.formats.quants import row_bytes
 from kvs_core.formats.synthetic_blocks import DrawnBytes
 from kvs_core.formats.synthetic_vocab import synthetic_vocab
-from kvs_core.models import qwen2, qwen3, qwen35
+from kvs_core.models import gemma3, qwen2, qwen3, qwen35
 from kvs_core.models.registry import ARCHS
 from kvs_core.models.spec import TensorSpec
-from kvs_core.models.weights import is_matrix
+from kvs_core.models.weights import POST_NORMS, is_matrix
 from kvs_core.settings.rooms import SYNTHETIC_PREFIX
 
 Quant = GGMLQuantizationType
@@ -50,11 +50,21 @@ class Hybrid:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """Sizes of a model; names as in its metadata. The output head is not tied to the embedding.
+class Sliding:
+    """What a ``gemma3`` model has besides.   stretch: of the positions of layers that see everything"""
 
-    pre     the rule by which its tokenizer cuts text
-    hybrid  for the arch ``qwen35``
+    window: int
+    pattern: int
+    stretch: float
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of a model; names as in its metadata. The output head is the embedding with ``sliding``, else not.
+
+    pre      the rule by which its tokenizer cuts text
+    hybrid   for the arch ``qwen35``
+    sliding  for the arch ``gemma3``
     """
 
     arch: str
@@ -70,6 +80,7 @@ class Shape:
     rope_base: float
     rms_eps: float = 1e-6
     hybrid: Hybrid | None = None
+    sliding: Sliding | None = None
 
 
 def _qwen35(
@@ -89,6 +100,10 @@ SHAPES: Mapping[str, Shape] = MappingProxyType({
     "qwen2.5-14b": Shape(qwen2.ARCH, "qwen2", 48, 5120, 13824, 40, 8, 128, 152064, 131072, 1e6, rms_eps=1e-5),
     # config.json of Qwen/Qwen3-8B: 36 layers, 32 heads of 128 over 8 of K and V.
     "qwen3-8b": Shape(qwen3.ARCH, "qwen2", 36, 4096, 12288, 32, 8, 128, 151936, 40960, 1e6),
+    # config.json of google/gemma-3-27b-it: 62 layers, 32 heads of 128 over 16 of K and V; its text alone.
+    "gemma3-27b": Shape(
+        gemma3.ARCH, "qwen2", 62, 5376, 21504, 32, 16, 128, 262144, 131072, 1e6, sliding=Sliding(1024, 6, 8.0)
+    ),
     # No published model: quick to make and to run.
     "small": _qwen35(12, 1024, 3584, 8, 2, 256, Hybrid(64, (11, 11, 10, 0), 128, 4, 12), vocab=32768, context=262144),
     "tiny": _qwen35(8, 256, 512, 4, 2, 64, Hybrid(16, (3, 3, 2, 0), 64, 2, 4), vocab=512, context=32768),
@@ -100,7 +115,7 @@ class Mix:
     """Types of the matrices; vectors and the taps of convolutions are float32.
 
     base  of all that the others leave
-    head  of the output head
+    head  of the output head, also where it is the embedding
     more  of ``_MORE`` in some layers, see ``_gets_more``
     """
 
@@ -126,6 +141,7 @@ _MORE = ("attn_v", "attn_qkv", "ffn_down")
 
 _GAINS = {"ffn_down": 0.6, "attn_output": 0.3, "ssm_out": 0.25, "ssm_alpha": 0.3, "output": 2.0}
 _EMBEDDING_STD = 1.0
+_POST_NORM = 0.25   # of what each part adds to residual rows of 2.0
 
 
 def synthetic_model(name: str) -> GgufFile:
@@ -149,7 +165,7 @@ def synthetic_model(name: str) -> GgufFile:
     arch = ARCHS[shape.arch]
     bare = arch.read_spec(GgufFile(path, 3, 0, metadata, {}))
     table = [*arch.trunk_tensors(bare), *arch.nextn_tensors(bare)]
-    tensors = {spec.name: _tensor(spec, mix, shape) for spec in table if not _shared(spec.name)}
+    tensors = {spec.name: _tensor(spec, mix, shape) for spec in table if not _shared(spec.name, shape)}
     return GgufFile(path, 3, data_bytes(tensors.values()), metadata, MappingProxyType(tensors))
 
 
@@ -177,6 +193,13 @@ def _metadata(title: str, shape: Shape, mtp: bool) -> dict[str, MetaValue]:
             "ssm.inner_size": shape.hybrid.ssm_v_heads * shape.hybrid.ssm_state,
             "full_attention_interval": 4,
         }
+    if shape.sliding is not None:
+        sizes |= {
+            "attention.sliding_window": shape.sliding.window,
+            "attention.sliding_window_pattern": shape.sliding.pattern,
+            "rope.scaling.type": "linear",
+            "rope.scaling.factor": shape.sliding.stretch,
+        }
     if mtp:
         sizes["nextn_predict_layers"] = 1
     return {
@@ -190,8 +213,10 @@ def _metadata(title: str, shape: Shape, mtp: bool) -> dict[str, MetaValue]:
     }
 
 
-def _shared(name: str) -> bool:
-    """Whether the MTP block takes it from the trunk."""
+def _shared(name: str, shape: Shape) -> bool:
+    """Whether the head is the embedding, or the MTP block takes it from the trunk."""
+    if name == "output.weight":
+        return shape.sliding is not None
     return name.endswith(("nextn.embed_tokens.weight", "nextn.shared_head_head.weight"))
 
 
@@ -202,11 +227,13 @@ def _tensor(spec: TensorSpec, mix: Mix, shape: Shape) -> TensorInfo:
         n_in, n_out = spec.shape
         n_bytes = n_out * row_bytes(quant, n_in)
         kind = _kind(spec.name)
-        std = _EMBEDDING_STD if kind == "token_embd" else _GAINS.get(kind, 1.0) / n_in**0.5
+        std = _GAINS.get(kind, 1.0) / n_in**0.5
+        if kind == "token_embd":   # what is also the head has its gain, and sqrt(E) times that as a row
+            std = _EMBEDDING_STD if shape.sliding is None else _GAINS["output"] / n_in**0.5
         return TensorInfo(
             spec.name, spec.shape, quant, n_elements, n_bytes, DrawnBytes(quant, std, _seed(spec.name), n_bytes)
         )
-    values = _small(spec).astype(np.float32)
+    values = _small(spec, shape).astype(np.float32)
     return TensorInfo(spec.name, spec.shape, Quant.F32, n_elements, values.nbytes, values.reshape(-1).view(np.uint8))
 
 
@@ -217,7 +244,7 @@ def _kind(name: str) -> str:
 
 def _quant(name: str, mix: Mix, shape: Shape) -> Quant:
     kind = _kind(name)
-    if kind == "output":
+    if kind == "output" or (kind == "token_embd" and shape.sliding is not None):
         return mix.head
     if mix.more is not None and kind in _MORE and _gets_more(int(name.split(".")[1]), shape.blocks):
         return mix.more
@@ -234,7 +261,7 @@ def _seed(name: str) -> int:
     return zlib.crc32(name.encode())
 
 
-def _small(spec: TensorSpec) -> npt.NDArray[np.float64]:
+def _small(spec: TensorSpec, of: Shape) -> npt.NDArray[np.float64]:
     """What is not multiplied with rows, shape reversed as NumPy has it."""
     rng = np.random.default_rng(_seed(spec.name))
     shape = spec.shape[::-1]
@@ -251,4 +278,8 @@ def _small(spec: TensorSpec) -> npt.NDArray[np.float64]:
         rate = np.exp(rng.uniform(np.log(0.003), np.log(0.25), shape))
         dt = rng.uniform(-4.0, 0.0, shape)
         return dt if kind == "bias" else -rate / np.log1p(np.exp(dt))
+    if of.sliding is not None and kind in POST_NORMS:
+        return rng.normal(_POST_NORM, _POST_NORM / 10, shape)
+    if of.sliding is not None and kind == "output_norm":   # signs keep the head from guessing the token it has read
+        return rng.choice([-1.0, 1.0], shape) * rng.normal(1.0, 0.1, shape)
     return rng.normal(1.0, 0.1, shape)

@@ -44,7 +44,8 @@ SAME_MATHS = 2e-3
 
 GELU_TABLE = 1e-2
 """llama.cpp's CPU code looks GELU up in a table of float16 numbers. So does the engine here, and most numbers round
-alike; one next to a boundary, which the order of sums moves over it, is a step of float16 away."""
+alike; one next to a boundary, which the order of sums moves over it, is a step of float16 away. Without the table
+the largest difference is 1.4e-2."""
 
 GELU_TABLE_BLOCKS = 5e-2
 """Such a step moves some keys and values over a boundary of theirs; llama.cpp's own batches of other sizes differ by

@@ -18,7 +18,7 @@ from kvs_core.formats.quants import dequantize_rows
 from kvs_core.formats.tokenizer import Tokenizer
 from kvs_core.models.registry import read_spec
 from kvs_core.models.spec import LayerKind
-from kvs_core.models.synthetic import MIXES, SHAPES, Shape, synthetic_model
+from kvs_core.models.synthetic import MIXES, SHAPES, Shape, Sliding, synthetic_model
 from kvs_core.settings import ContextSettings, KvSettings, RopeSettings
 from tests.support import llamacpp
 
@@ -112,6 +112,19 @@ def test_dense_models_have_their_sizes(
     assert len(more) == spec.n_layer // 2
 
 
+def test_gemma3_27b_has_its_sizes() -> None:
+    """Parameters, layers, heads and windows are those of the published checkpoint's text part; the head is tied."""
+    spec = read_spec(file := synthetic_model("gemma3-27b:q4_k"))
+    assert (spec.arch, spec.n_params, len(file.tensors)) == ("gemma3", 27_009_002_240, 62 * 13 + 2)
+    assert (spec.n_layer, spec.n_embd, spec.n_ff, spec.n_vocab) == (62, 5376, 21504, 262144)
+    layer = spec.layers[0]
+    assert (layer.heads, layer.kv_heads, layer.k_dim, spec.attention_scale) == (32, 16, 128, 168**-0.5)
+    assert [layer.index for layer in spec.layers if not layer.window] == [*range(5, 60, 6)]
+    assert {layer.window for layer in spec.layers} == {0, 1024}
+    assert (spec.rope.freq_base, spec.rope.scale, spec.n_ctx_train) == (1e6, 8.0, 131072)
+    assert file.tensors["token_embd.weight"].quant is Quant.Q6_K
+
+
 def test_a_dense_model_has_no_mtp_block() -> None:
     """One line that says what to leave out."""
     with pytest.raises(SettingsError, match=r"qwen2\.5-14b has no MTP block; leave :mtp out"):
@@ -159,11 +172,14 @@ def test_a_file_is_the_model(tmp_path: Path, mix: str) -> None:
         assert np.isfinite(dequantize_rows(info, 0, info.n_elements // info.shape[0])).all()
 
 
-@pytest.mark.parametrize("arch", ["qwen35", "qwen2", "qwen3"])
+@pytest.mark.parametrize("arch", ["qwen35", "qwen2", "qwen3", "gemma3"])
 def test_numbers_are_sane_and_llama_cpp_agrees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
     """Logits spread by 2, with another favourite at each position, and are those of llama.cpp on the written file."""
     small = {f"small-{dense}": Shape(dense, "qwen2", 6, 256, 512, 4, 2, 64, 512, 32768, 1e6)
              for dense in ("qwen2", "qwen3")}
+    small["small-gemma3"] = Shape(
+        "gemma3", "qwen2", 6, 256, 512, 4, 2, 64, 512, 32768, 1e6, sliding=Sliding(16, 3, 8.0)
+    )
     monkeypatch.setattr("kvs_core.models.synthetic.SHAPES", {**SHAPES, **small})
     file = synthetic_model("tiny:f16" if arch == "qwen35" else f"small-{arch}:f16")
     tokens = Tokenizer.from_metadata(file.metadata, source="synthetic").encode(TEXT)
