@@ -38,8 +38,10 @@ class Windows:
         return self.tile_pages * self.tiles if self.tiles else min(_LEAST_RING, _MOST_TILES * self.tile_pages)
 
     def ring_in(self, room: int) -> int:
-        """Slots of the ring where the pool has ``room`` slots beside what is resident. If that is less than the smallest
-        ring, the pool holds every page: where a step streams, fewer are resident, and the ring lies in their slots."""
+        """Slots of the ring where the pool has ``room`` slots beside what is resident.
+
+        Less room than for the smallest ring has only a pool that holds every page: of them the streamed ones give way.
+        """
         if self.tiles:
             return self.tile_pages * self.tiles
         return max(self.least_ring, min(_MOST_TILES * self.tile_pages, room))
