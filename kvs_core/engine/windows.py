@@ -38,8 +38,13 @@ class Windows:
         return self.tile_pages * self.tiles if self.tiles else min(_LEAST_RING, _MOST_TILES * self.tile_pages)
 
     def ring_in(self, room: int) -> int:
-        """Slots of the ring where the pool has ``room`` slots beside what is resident."""
-        return self.tile_pages * self.tiles if self.tiles else min(_MOST_TILES * self.tile_pages, room)
+        """Slots of the ring where the pool has ``room`` slots beside what is resident.
+
+        Less room than for the smallest ring has only a pool that holds every page: of them the streamed ones give way.
+        """
+        if self.tiles:
+            return self.tile_pages * self.tiles
+        return max(self.least_ring, min(_MOST_TILES * self.tile_pages, room))
 
 
 def plan_windows(

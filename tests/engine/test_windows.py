@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvs_core.engine.budget import Budget, plan_budget
@@ -16,7 +17,7 @@ from kvs_core.models.registry import read_spec
 from kvs_core.models.spec import LayerKind, LayerSpec
 from kvs_core.paging.geometry import GROUP_PAGES, KvType, PageGeometry
 from kvs_core.settings.rooms import ContextSettings, KvSettings, LayerWindow
-from tests.engine.tiny import kv_settings
+from tests.engine.tiny import engine, kv_settings, run, text
 
 LAYERS = [
     LayerSpec(index, LayerKind.FULL, heads=2, kv_heads=1, k_dim=64, v_dim=64, kv_index=number)
@@ -132,3 +133,16 @@ def test_an_arena_for_windows_holds_them_and_the_ring_alone(tiny_llama: Path) ->
         budget(tiny_llama, kv, resident + 7)
     with pytest.raises(BudgetError):
         budget(tiny_llama, replace(kv, ring_tiles=3), resident + 23)
+
+
+def test_a_pool_that_holds_every_page_has_a_ring_all_the_same(tiny_llama: Path) -> None:
+    """A step that fills the context writes every page, so the pool has no room beside; one that writes a row streams
+    what its window leaves out."""
+    logits = []
+    for kv in (kv_settings(), kv_settings(residency_mode="window", window_tokens=32)):
+        with engine(tiny_llama, kv=kv, pool=1.0, fixed=True, ubatch=512) as built:
+            logits.append(run(built, text(built.spec.n_vocab, 200), [7]))
+            stats = built.report().stats
+            assert stats.pool_pages == 4 * 16
+    assert stats.streamed_pages_per_step == 4 * 4
+    assert np.array_equal(logits[0], logits[1])
