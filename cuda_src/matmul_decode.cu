@@ -11,7 +11,7 @@
 //           SWIGLU   tile rows 0-7 are gate rows, 8-15 the matching up rows: y[row][c] = silu(gate c) * up c
 //
 // A block is one of n_splits ranges of columns x a range of row tiles. Its (tile, 256 columns) items are dealt to the
-// warps as equal contiguous runs; each warp streams its run through a ring of bulk copies of its own. Tiles that a run
+// warps as equal contiguous runs; each warp streams its run through a ring of its own. Tiles that a run
 // does not have whole are summed in the order of the warps. One block per multiprocessor: with two, kernels that
 // overlap would spread unevenly. A row's result depends neither on the number of rows nor on the depth of the rings.
 //
@@ -54,8 +54,8 @@ matmul_decode(const u8* __restrict__ weight, int n_tiles, int n_blocks, int n_sp
   const u32 first_barrier = smem_u32(barriers + warp * stages), ring_at = smem_u32(ring);
   if (lane == 0) {
 #pragma unroll 1
-    for (int s = 0; s < stages; s++) mbar_init(first_barrier + 8 * s, 1);
-    mbar_fence_init();
+    for (int s = 0; s < stages; s++) ring_init(first_barrier + 8 * s);
+    ring_fence_init();
   }
   __syncwarp();
 
@@ -65,11 +65,8 @@ matmul_decode(const u8* __restrict__ weight, int n_tiles, int n_blocks, int n_sp
   const u8* source = weight + ((size_t)(first_tile + begin / per_tile) * n_blocks + first_block + column) * RECORD;
   const size_t hop = (size_t)(n_blocks - per_tile) * RECORD;
   const auto enqueue_copy = [&](u32 at, u32 barrier) {
+    ring_copy<RECORD>(ring_at + at, source, barrier, policy, left > 0);
     if (left > 0) {
-      if (elect_one()) {
-        mbar_expect(barrier, RECORD);
-        bulk_g2s_hint(ring_at + at, source, RECORD, barrier, policy);
-      }
       source += RECORD, left--, copied_column++;
       if (copied_column == per_tile) copied_column = 0, source += hop;
     }
@@ -193,7 +190,7 @@ matmul_decode(const u8* __restrict__ weight, int n_tiles, int n_blocks, int n_sp
     clear(acc);
 #pragma unroll 1
     for (int k = 0; k < n; k++) {
-      mbar_wait(barrier, phase);
+      ring_wait(barrier, phase, stages);
       Values v;
       record_dot(v, ring + at, bytes, digits, plane_stride, lane, pair, table);
       const float x0 = *(const float*)(steps + step0), x1 = *(const float*)(steps + step1);

@@ -83,7 +83,7 @@ def test_kernels_compile(family: str, arch: int) -> None:
 
     def compiled(unit: _Unit) -> str:
         try:
-            cubin = compile_only(*unit, arch)
+            cubin = compile_only(*unit, f"sm_{arch}")
         except DeviceError as error:
             return str(error)
         missing = [name for name in sorted(names[unit]) if f".text.{name}\0".encode() not in cubin]

@@ -204,10 +204,10 @@ def test_overlap_where_it_is_safe(sources: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    ("arch", "target", "ending"), [(80, b"", "cubin"), (90, b".target sm_80\n", "ptx"), (120, b".target sm_80\n", "ptx")]
+    ("arch", "holds", "ending"), [(80, b"\x7fELF", "cubin"), (90, b"\n.target sm_80\n", "ptx")]
 )
 def test_the_path_of_sm_80_on_newer_gpus(
-    sources: Path, monkeypatch: pytest.MonkeyPatch, arch: int, target: bytes, ending: str
+    sources: Path, monkeypatch: pytest.MonkeyPatch, arch: int, holds: bytes, ending: str
 ) -> None:
     """KVS_CUDA_PATH=sm_80: code or PTX of that, kept under a name of its own; 99 KiB a block; no launch is early."""
     cuda = FakeCuda(arch)
@@ -219,7 +219,7 @@ def test_the_path_of_sm_80_on_newer_gpus(
     assert (launcher.arch, launcher.sm_count, launcher.shared_bytes) == (80, 132, 99 << 10)
     assert launcher.path.named("Fake GPU") == "Fake GPU, kernels of sm_80"
     launcher.prepare([FILL])
-    assert target in cuda.loaded[-1]
+    assert holds in cuda.loaded[-1]
     for _ in range(3):
         launcher.launch(FILL, (1,), 32, (0, 0, 0, 0), overlap=True)
     assert [launch["early"] for launch in cuda.launches] == [0, 0, 0]
