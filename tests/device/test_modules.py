@@ -231,11 +231,14 @@ def test_the_path_of_sm_80_on_newer_gpus(
     assert len(kept) == len(list((sources.parent / "cache/kernels").iterdir()))
 
 
+NO_PATH = "KVS_CUDA_PATH=sm_90 is no path of the kernels; set it to sm_80, or unset it for the GPU's own"
+
+
 @pytest.mark.parametrize(
     ("asked", "arch", "said"),
     [
-        ("sm_90", 90, "KVS_CUDA_PATH=sm_90 is no path of the kernels; set it to sm_80, or unset it for the GPU's own"),
-        ("sm_90", None, "KVS_CUDA_PATH=sm_90 is no path of the kernels; set it to sm_80, or unset it for the GPU's own"),
+        ("sm_90", 90, NO_PATH),
+        ("sm_90", None, NO_PATH),
         ("sm_80", 75, "KVS_CUDA_PATH=sm_80: this GPU has compute capability 7.5, 8.0 or newer is needed; unset it"),
     ],
 )

@@ -1,8 +1,8 @@
 """What GPU kernels are compiled and launched for: the one at hand, or an older one that it plays.
 
 Environment:
-    KVS_CUDA_PATH=sm_80    as on a GPU of compute capability 8.0 with 99 KiB of shared memory a block: to test, on a newer
-                           GPU, what older ones run. Unset or empty: by the GPU's own capability
+    KVS_CUDA_PATH=sm_80    as on a GPU of compute capability 8.0 with 99 KiB of shared memory a block: tries on a newer
+                           GPU what older ones run. Unset or empty: by the GPU's own capability
 """
 
 from __future__ import annotations
