@@ -65,11 +65,12 @@ matmul_decode(const u8* __restrict__ weight, int n_tiles, int n_blocks, int n_sp
   const u8* source = weight + ((size_t)(first_tile + begin / per_tile) * n_blocks + first_block + column) * RECORD;
   const size_t hop = (size_t)(n_blocks - per_tile) * RECORD;
   const auto enqueue_copy = [&](u32 at, u32 barrier) {
-    ring_copy<RECORD>(ring_at + at, source, barrier, policy, left > 0);
     if (left > 0) {
+      ring_copy<RECORD>(ring_at + at, source, barrier, policy);
       source += RECORD, left--, copied_column++;
       if (copied_column == per_tile) copied_column = 0, source += hop;
     }
+    ring_close();
   };
   pdl_trigger();   // so far and up to the wait only weights are touched: any run-ahead is safe
 #pragma unroll

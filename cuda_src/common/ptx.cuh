@@ -331,9 +331,9 @@ DEVICE u64 policy_evict_first() {
 }
 
 // ---- a ring of stages in shared memory that a warp fills for itself, global -> shared, by calls of the whole warp ----
-// Each stage has an mbarrier: one lane calls ring_init for each of them and then ring_fence_init. ring_copy fills one
-// stage after another, in a circle, also where there is nothing to copy (``on`` is false); ring_wait comes before the
-// oldest of ``stages`` copies is read, and a __syncwarp before its stage is filled anew.
+// Each stage has an mbarrier: one lane calls ring_init for each of them and then ring_fence_init. Stage after stage, in a
+// circle, ring_copy fills it, if there is something to copy, and ring_close ends it in any case; ring_wait comes before
+// the oldest of ``stages`` is read, and a __syncwarp before it is filled anew.
 // sm_90 has bulk copies; sm_80 cp.async of all lanes, in a group per stage; sm_75 copies at once.
 
 DEVICE void ring_init(u32 bar) {
@@ -347,17 +347,19 @@ DEVICE void ring_fence_init() {
 #endif
 }
 // dst, src and BYTES are multiples of 16; policy: see policy_evict_first.
-template <u32 BYTES> DEVICE void ring_copy(u32 dst, const void* src, u32 bar, u64 policy, bool on) {
+template <u32 BYTES> DEVICE void ring_copy(u32 dst, const void* src, u32 bar, u64 policy) {
 #if __CUDA_ARCH__ >= 900
-  if (on && elect_one()) {
+  if (elect_one()) {
     mbar_expect(bar, BYTES);
     bulk_g2s_hint(dst, src, BYTES, bar, policy);
   }
 #else
-  if (on) {
 #pragma unroll
-    for (u32 at = (threadIdx.x & 31) * 16; at < BYTES; at += 512) cp_async16(dst + at, (const u8*)src + at);
-  }
+  for (u32 at = (threadIdx.x & 31) * 16; at < BYTES; at += 512) cp_async16(dst + at, (const u8*)src + at);
+#endif
+}
+DEVICE void ring_close() {
+#if __CUDA_ARCH__ < 900
   cp_async_commit();
 #endif
 }

@@ -255,7 +255,9 @@ WARP_RING = """
   if (threadIdx.x == 0) { for (int s = 0; s < stages; s++) ring_init(bar + 8 * s); ring_fence_init(); }
   __syncwarp();
   auto issue = [&](int i) {
-    ring_copy<656>(smem_u32(ring[i % stages]), in + 164 * i, bar + 8 * (i % stages), policy_evict_first(), i < n);
+    if (i < n)
+      ring_copy<656>(smem_u32(ring[i % stages]), in + 164 * i, bar + 8 * (i % stages), policy_evict_first());
+    ring_close();
   };
   for (int i = 0; i < stages; i++) issue(i);
   for (int i = 0; i < n; i++) {

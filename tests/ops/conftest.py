@@ -100,8 +100,8 @@ class GpuLab(Lab):
 
     on_gpu = True
 
-    def __init__(self, path: str | None = None) -> None:
-        """``path``: what KVS_CUDA_PATH says; None: what it says to the tests."""
+    def __init__(self, path: str = "") -> None:
+        """``path``: what KVS_CUDA_PATH says; "": what it says to the tests."""
         import cupy
 
         self._cupy = cupy
@@ -136,10 +136,10 @@ def _cpu_launcher(path: str) -> CpuLauncher:
 
 
 @cache
-def _gpu_launcher(path: str | None) -> Any:
+def _gpu_launcher(path: str) -> Any:
     from kvs_core.device.cuda.cupy_runtime import CupyRuntime
 
-    with nullcontext() if path is None else on_path(path):
+    with on_path(path) if path else nullcontext():
         runtime = CupyRuntime(0)
     launcher: Any = runtime.launcher
     launcher.gemm = runtime.gemm.gemm
@@ -162,4 +162,4 @@ def lab_of(device: str, path: str = "") -> Iterator[Lab]:
     found = _found()
     if not isinstance(found, CudaFound):
         pytest.skip(found)
-    yield GpuLab(path or None)
+    yield GpuLab(path)
