@@ -75,4 +75,4 @@ def nvrtc_version() -> tuple[int, int]:
 
 def check_compiler(arch: int = LEAST_ARCH) -> None:
     """Compile a short source for ``arch``, without the cache. ``DeviceError`` if that fails."""
-    compile_only(_PROBE_SOURCE, (), arch)
+    compile_only(_PROBE_SOURCE, (), f"sm_{arch}")

@@ -81,10 +81,10 @@ class Driver:
         self.call("cuCtxSetCurrent", context)
         return context
 
-    def load_module(self, cubin: bytes) -> ctypes.c_void_p:
-        """Compiled code, on the GPU of the current context."""
+    def load_module(self, code: bytes) -> ctypes.c_void_p:
+        """A cubin, or PTX with a zero behind it, on the GPU of the current context."""
         module = ctypes.c_void_p()
-        self.call("cuModuleLoadData", ctypes.byref(module), cubin)
+        self.call("cuModuleLoadData", ctypes.byref(module), code)
         return module
 
     def function(self, module: ctypes.c_void_p, name: str, shared_bytes: int) -> int:
