@@ -1,10 +1,11 @@
 """Is the CUDA engine right, and how near is it to what the GPU and the link can do?
 
-    python benchmarks/gpu_check.py [--tests] [--parts resident,streamed,prefill] [--output FILE.json]
+    python benchmarks/gpu_check.py [--tests] [--parts resident,streamed,prefill] [--path sm_80] [--output FILE.json]
 
-``--tests`` first runs the kernel and engine tests on the GPU. Speeds are of synthetic Qwen3.5-27B models (real shapes,
-random weights and pages); each is divided by a rate probed in the same run. Results are printed as one table and
-written as JSON with the GPU's name, the driver's and the commit.
+``--tests`` first runs the kernel and engine tests on the GPU. ``--path sm_80`` checks the kernels of older GPUs on this
+one (KVS_CUDA_PATH), with marks and, unless they are named, parts of its own. Speeds are of synthetic Qwen3.5-27B models
+(real shapes, random weights and pages); each is divided by a rate probed in the same run. Results are printed as one
+table and written as JSON with the GPU's name, the driver's and the commit.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,10 @@ from benchmarks.gpu import runs  # noqa: E402
 from benchmarks.gpu.given_text import tokens_per_s  # noqa: E402
 from benchmarks.gpu.rates import Rates, probe  # noqa: E402
 from kvs_core.demo import DEMO_MODEL  # noqa: E402
+from kvs_core.device.cuda.path import VARIABLE, asked_path  # noqa: E402
 from kvs_core.engine.budget import Drafting  # noqa: E402
 from kvs_core.engine.measuring import without_copies  # noqa: E402
+from kvs_core.errors import SettingsError  # noqa: E402
 from kvs_core.formats.gguf import GgufFile  # noqa: E402
 from kvs_core.formats.tokenizer import Tokenizer  # noqa: E402
 from kvs_core.models.synthetic import synthetic_model  # noqa: E402
@@ -214,11 +217,25 @@ PARTS: dict[str, Callable[[Rates, Report], None]] = {
 }
 
 
-def run_tests() -> str:
-    """The last line of pytest, on the GPU alone."""
+PATH_PARTS = ("resident", "streamed")
+"""What is run where a path of the kernels is asked for."""
+PATH_BARS = {"q4_k, 1 row: weights / time / HBM": 0.50, ": step / max(kernels, link)": 1.05}
+"""By the end of a line's name, what it must reach there; the other lines have no mark."""
+
+
+def on_path(line: Line) -> Line:
+    """The line with the mark that it has where a path of the kernels is asked for."""
+    bars = (bar for end, bar in PATH_BARS.items() if line.what.endswith(end))
+    return replace(line, bar=next(bars, None))
+
+
+def run_tests(path: str) -> str:
+    """The last line of pytest, on the GPU alone; with a path those that are about it."""
+    about = ["tests/ops/test_cuda_path.py", "tests/engine/test_cuda_path.py"]
+    if not path:
+        about = ["tests/ops", about[1], "tests/engine/test_cuda_engine.py", "tests/device/test_cuda_device.py"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", "-n", "6",
-               "--dist", "loadfile", "-k", "cuda", "tests/ops", "tests/engine/test_cuda_engine.py",
-               "tests/device/test_cuda_device.py"]
+               "--dist", "loadfile", "-k", "cuda", *about]
     done = subprocess.run(
         command, cwd=ROOT, env=os.environ | {"KVS_TEST_GPU_ONLY": "1"}, capture_output=True, text=True
     )
@@ -235,10 +252,17 @@ def commit() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tests", action="store_true")
-    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--parts")
+    parser.add_argument("--path", default=os.environ.get(VARIABLE, ""))
     parser.add_argument("--commit", default="")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
+    os.environ[VARIABLE] = args.path
+    try:
+        asked_path()
+    except SettingsError as error:
+        parser.error(str(error))
+    parts = args.parts.split(",") if args.parts else PATH_PARTS if args.path else tuple(PARTS)
     import cupy
 
     start = time.perf_counter()
@@ -246,23 +270,26 @@ def main() -> None:
     result: dict[str, Any] = {
         "gpu": properties["name"].decode(), "driver_cuda": cupy.cuda.runtime.driverGetVersion(),
         "python": platform.python_version(), "cupy": cupy.__version__, "commit": args.commit or commit(),
-        "synthetic": True, "lines": [],
+        "path": args.path or "own", "synthetic": True, "lines": [],
     }
     if args.tests:
-        result["tests"] = run_tests()
+        result["tests"] = run_tests(args.path)
     rates = probe()
     result["rates"] = rates.as_dict()
-    print(f"{result['gpu']}: HBM read {rates.hbm_read / 1e9:.0f} GB/s, pinned H2D {rates.h2d / 1e9:.1f} GB/s, "
+    print(f"{result['gpu']}, path of the kernels: {result['path']}; "
+          f"HBM read {rates.hbm_read / 1e9:.0f} GB/s, pinned H2D {rates.h2d / 1e9:.1f} GB/s, "
           f"fp16 GEMM {rates.gemm / 1e12:.0f} TFLOP/s; synthetic {MODEL}", flush=True)
 
     def report(line: Line) -> None:
+        if args.path:
+            line = on_path(line)
         result["lines"].append(asdict(line) | {"verdict": line.verdict})
         bar = "" if line.bar is None else f"{'<=' if line.below else '>='} {line.bar:g}"
         print(f"{line.what:<52} {line.value:8.3f}  {bar:<8} {line.verdict}", flush=True)
         if args.output:
             args.output.write_text(json.dumps(result, indent=1) + "\n")
 
-    for part in args.parts.split(","):
+    for part in parts:
         began = time.perf_counter()
         try:
             PARTS[part](rates, report)

@@ -169,7 +169,6 @@ attend_decode_rows(const u16* q, const u8* pool, long long slot_bytes, const int
 #endif
       const int tiles = tiles_of(page, position);
       for (int tile = first_tile_of(page, position, first_seen); tile < tiles; tile++, steps++) {
-        const int tile_token = page * PAGE_TOKENS + tile * TILE;
         const u32 half = steps & 1;
         int* const maxima_now = maxima + half * PASS_COLUMNS;
 #if RING
@@ -201,9 +200,10 @@ attend_decode_rows(const u16* q, const u8* pool, long long slot_bytes, const int
               mma_f16(score[i][n], even.z, odd.z, even.w, odd.w, query.z, query.w);
             }
           }
-          const int token = tile_token + piece * 16 + 2 * g;
-          const bool windows_begin = WINDOW && tile_token <= position + ROWS - 1 - WINDOW;
-          if (tile_token + TILE > position + 1 || windows_begin) {   // some row must not see all of the tile
+          const int token = page * PAGE_TOKENS + tile * TILE + piece * 16 + 2 * g;
+          const bool windows_begin = WINDOW && page * PAGE_TOKENS + tile * TILE <= position + ROWS - 1 - WINDOW;
+          // Some row must not see all of the tile.
+          if (page * PAGE_TOKENS + (tile + 1) * TILE > position + 1 || windows_begin) {
 #pragma unroll
             for (int n = 0; n < TILES; n++)
 #pragma unroll
@@ -225,7 +225,7 @@ attend_decode_rows(const u16* q, const u8* pool, long long slot_bytes, const int
             }
         }
         open_value_rows<V_TYPE, V_DIM, V_ROW, TILE, THREADS, (WINDOW > 0)>(
-            v_rows, values, threadIdx.x, first_seen - tile_token);
+            v_rows, values, threadIdx.x, first_seen - page * PAGE_TOKENS - tile * TILE);
         __syncthreads();                         // maxima are complete; the stored tile is used up
 #if RING
         if (warp == 0) bring(stage);

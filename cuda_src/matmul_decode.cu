@@ -12,7 +12,7 @@
 //           GEGLU    the same with gelu(gate c)
 //
 // A block is one of n_splits ranges of columns x a range of row tiles. Its (tile, 256 columns) items are dealt to the
-// warps as equal contiguous runs; each warp streams its run through a ring of bulk copies of its own. Tiles that a run
+// warps as equal contiguous runs; each warp streams its run through a ring of its own. Tiles that a run
 // does not have whole are summed in the order of the warps. One block per multiprocessor: with two, kernels that
 // overlap would spread unevenly. A row's result depends neither on the number of rows nor on the depth of the rings.
 //
@@ -57,8 +57,8 @@ matmul_decode(const u8* __restrict__ weight, int n_tiles, int n_blocks, int n_sp
   const u32 first_barrier = smem_u32(barriers + warp * stages), ring_at = smem_u32(ring);
   if (lane == 0) {
 #pragma unroll 1
-    for (int s = 0; s < stages; s++) mbar_init(first_barrier + 8 * s, 1);
-    mbar_fence_init();
+    for (int s = 0; s < stages; s++) ring_init(first_barrier + 8 * s);
+    ring_fence_init();
   }
   __syncwarp();
 
@@ -69,13 +69,11 @@ matmul_decode(const u8* __restrict__ weight, int n_tiles, int n_blocks, int n_sp
   const size_t hop = (size_t)(n_blocks - per_tile) * RECORD;
   const auto enqueue_copy = [&](u32 at, u32 barrier) {
     if (left > 0) {
-      if (elect_one()) {
-        mbar_expect(barrier, RECORD);
-        bulk_g2s_hint(ring_at + at, source, RECORD, barrier, policy);
-      }
+      ring_copy<RECORD>(ring_at + at, source, barrier, policy);
       source += RECORD, left--, copied_column++;
       if (copied_column == per_tile) copied_column = 0, source += hop;
     }
+    ring_close();
   };
   pdl_trigger();   // so far and up to the wait only weights are touched: any run-ahead is safe
 #pragma unroll
@@ -200,7 +198,7 @@ matmul_decode(const u8* __restrict__ weight, int n_tiles, int n_blocks, int n_sp
     clear(acc);
 #pragma unroll 1
     for (int k = 0; k < n; k++) {
-      mbar_wait(barrier, phase);
+      ring_wait(barrier, phase, stages);
       Values v;
       record_dot(v, ring + at, bytes, digits, plane_stride, lane, pair, table);
       const float x0 = *(const float*)(steps + step0), x1 = *(const float*)(steps + step1);

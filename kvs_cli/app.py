@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperCommand
 
-from kvs_cli.commands import bench
+from kvs_cli.commands import bench, profile
 from kvs_cli.completion import SHELLS, completion_script
 from kvs_cli.ending import (
     FAILED,
@@ -112,6 +112,9 @@ def serve(ctx: typer.Context) -> None:
     raise typer.Exit(execute(settings))
 
 
+profile.register(app)
+
+
 @app.command(help="Write a model with the shapes of a real one and random weights, for measuring other programs: "
                   "SHAPE:MIX[:mtp] as --model synthetic: takes it, such as qwen3.5-27b:iq4_xs.")
 def synthesize(
@@ -122,6 +125,27 @@ def synthesize(
 
     configure_logging(LoggingSettings())
     execute(name, out)
+
+
+@app.command(help="Look whether this machine has what kvs needs, and say what to do where it has not.\n\n"
+                  "GPUs, driver, CuPy, NVRTC, who holds GPU memory, the PCIe link, pinned memory, RAM, BLAS, "
+                  "containers, WSL, caches, variables: a line for each, with a verdict (ok, warning, problem). Begin "
+                  "here when a GPU is not used, or is slow.\n\n"
+                  "Rates are measured, which takes some seconds, up to 1 GiB of each GPU, and a quarter of the free "
+                  "RAM, 2 GiB at most; no model is needed. Exit code 0: kvs can run here, be it on the CPU; 1: it "
+                  "cannot.")
+def doctor(
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object with all facts; null where not known.")]
+    = False,
+) -> None:
+    try:
+        from kvs_cli.commands.doctor import execute
+    except ImportError as error:   # a package that is missing or broken is what this command is asked about
+        raise KvsError(
+            f"kvs cannot be loaded: {printable(str(error))}; pip install kvs-llm again, in this environment"
+        ) from error
+    configure_logging(LoggingSettings())
+    raise typer.Exit(execute(_version(), json=json))
 
 
 @app.command(help="Print a completion script for a shell: bash, zsh or fish.")

@@ -35,7 +35,7 @@ def completion_script(shell: str, commands: Sequence[Command]) -> str:
         return _fish(commands)
     offered = [setting for setting in TABLE if any(setting.usable(command) for command in commands)]
     bash = _BASH.format(
-        commands=" ".join((*commands, "bench", "synthesize", "completion")),
+        commands=" ".join((*commands, "profile-layers", "bench", "doctor", "synthesize", "completion")),
         values="\n".join(_bash_values(setting) for setting in offered if _words(setting) or setting.kind is PATH),
         flags="\n".join(f"""    {command}:-*) COMPREPLY=($(compgen -W "{' '.join(_flags(command))}" -- "$word")) ;;"""
                         for command in commands),
@@ -58,7 +58,7 @@ def _bash_values(setting: Setting) -> str:
 
 
 def _fish(commands: Sequence[Command]) -> str:
-    names = " ".join((*commands, "bench", "synthesize", "completion"))
+    names = " ".join((*commands, "profile-layers", "bench", "doctor", "synthesize", "completion"))
     lines = [f'complete -c kvs -n __fish_use_subcommand -f -a "{names}"']
     for command in commands:
         for setting in TABLE:

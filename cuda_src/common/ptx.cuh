@@ -2,7 +2,8 @@
 //
 // Every function has up to three bodies:
 //   the instruction                       where the GPU has it
-//   the same result from older means      before that: sm_75 has smaller tensor-core shapes, sm_80 no bulk copies
+//   the same result from older means      before that: sm_75 has smaller tensor-core shapes; some there is only from
+//                                         sm_90 on, for kernels that have another way
 //   a C++ twin, named in PTX(asm, twin)   on the CPU stand-in of the tests (-DKVS_ON_CPU, tests/cuda_on_cpu), which
 //                                         defines __CUDA_ARCH__ too, so that it walks the path of the arch it plays
 #pragma once
@@ -240,17 +241,15 @@ DEVICE void pdl_trigger() {
   PTX(asm volatile("griddepcontrol.launch_dependents;" ::: "memory"), (void)0);
 #endif
 }
+#if __CUDA_ARCH__ >= 900
 // One lane of a converged warp.
 DEVICE bool elect_one() {
-#if __CUDA_ARCH__ >= 900
   u32 p;
   PTX(asm volatile("{\n.reg .pred p;\nelect.sync _|p,0xffffffff;\nselp.u32 %0,1,0,p;\n}" : "=r"(p)),
       p = cpu::elect());
   return p != 0;
-#else
-  return (threadIdx.x & 31) == 0;
-#endif
 }
+#endif
 
 // ---- copies by single threads, global -> shared: 16 bytes, from sm_80 on in the background ----
 
@@ -274,81 +273,52 @@ template <int N> DEVICE void cp_async_wait() {
 #endif
 }
 
-// ---- bulk copies, global -> shared, completing on an mbarrier (u64 in shared memory) ----
+// ---- bulk copies, global -> shared, completing on an mbarrier (u64 in shared memory): sm_90 has them ----
 // One thread: mbar_expect(bar, bytes of all copies of a phase), then the copies. Anybody: mbar_wait(bar, parity), where
-// parity is 0 for the first phase and alternates. Before sm_90 the thread copies by itself and counts in software:
+// parity is 0 for the first phase and alternates. The C++ twin counts in the word itself:
 // [63] parity of the phase | [61:47] arrivals of a phase | [46:32] arrivals missing | [31:0] bytes missing.
 
-#if __CUDA_ARCH__ < 900 || defined(KVS_ON_CPU)
+#if __CUDA_ARCH__ >= 900
+#ifdef KVS_ON_CPU
 DEVICE void mbar_count(u32 bar, u32 arrivals, u32 bytes) {
   u64* const word = (u64*)smem_ptr(bar);
-  u64 seen = *(volatile u64*)word, old;
-  do {
-    old = seen;
-    const u32 high = (u32)(old >> 32), left = (high & 0x7fff) - arrivals, due = (u32)old + bytes;
-    const bool full = left == 0 && due == 0;
-    const u32 fresh = ((high ^ 0x80000000u) & ~0x7fffu) | (high >> 15 & 0x7fff);
-    const u32 next = full ? fresh : (high & ~0x7fffu) | left;
-    seen = atomicCAS(word, old, (u64)next << 32 | due);
-  } while (seen != old);
+  const u32 high = (u32)(*word >> 32), left = (high & 0x7fff) - arrivals, due = (u32)*word + bytes;
+  const bool full = left == 0 && due == 0;
+  const u32 fresh = ((high ^ 0x80000000u) & ~0x7fffu) | (high >> 15 & 0x7fff);
+  *word = (u64)(full ? fresh : (high & ~0x7fffu) | left) << 32 | due;
 }
 #endif
 
 DEVICE void mbar_init(u32 bar, u32 arrivals) {
-#if __CUDA_ARCH__ >= 900 && !defined(KVS_ON_CPU)
-  asm volatile("mbarrier.init.shared::cta.b64 [%0],%1;" :: "r"(bar), "r"(arrivals));
-#else
-  *(volatile u64*)smem_ptr(bar) = (u64)(arrivals << 15 | arrivals) << 32;
-#endif
+  PTX(asm volatile("mbarrier.init.shared::cta.b64 [%0],%1;" :: "r"(bar), "r"(arrivals)),
+      *(u64*)smem_ptr(bar) = (u64)(arrivals << 15 | arrivals) << 32);
 }
 // After mbar_init, before the barrier that shows the mbarriers to other threads.
 DEVICE void mbar_fence_init() {
-#if __CUDA_ARCH__ >= 900
   PTX(asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"), (void)0);
-#else
-  __threadfence_block();
-#endif
 }
 // One arrival that announces ``bytes``.
 DEVICE void mbar_expect(u32 bar, u32 bytes) {
-#if __CUDA_ARCH__ >= 900 && !defined(KVS_ON_CPU)
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _,[%0],%1;" :: "r"(bar), "r"(bytes) : "memory");
-#else
-  mbar_count(bar, 1, bytes);
-#endif
+  PTX(asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _,[%0],%1;" :: "r"(bar), "r"(bytes) : "memory"),
+      mbar_count(bar, 1, bytes));
 }
 DEVICE void mbar_wait(u32 bar, u32 parity) {
-#if __CUDA_ARCH__ >= 900 && !defined(KVS_ON_CPU)
-  asm volatile("{\n.reg .pred p;\nKVS_WAIT:\nmbarrier.try_wait.parity.shared::cta.b64 p,[%0],%1;\n"
-               "@p bra KVS_DONE;\nbra KVS_WAIT;\nKVS_DONE:\n}" :: "r"(bar), "r"(parity) : "memory");
-#else
-  while ((u32)(*(volatile u64*)smem_ptr(bar) >> 63) == parity) PTX((void)0, cpu::wait_for_copies(bar));
-  __threadfence_block();
-#endif
+  PTX(asm volatile("{\n.reg .pred p;\nKVS_WAIT:\nmbarrier.try_wait.parity.shared::cta.b64 p,[%0],%1;\n"
+                   "@p bra KVS_DONE;\nbra KVS_WAIT;\nKVS_DONE:\n}" :: "r"(bar), "r"(parity) : "memory"),
+      while ((u32)(*(volatile u64*)smem_ptr(bar) >> 63) == parity) cpu::wait_for_copies(bar));
 }
 // dst, src and bytes are multiples of 16.
 DEVICE void bulk_g2s(u32 dst, const void* src, u32 bytes, u32 bar) {
-#if __CUDA_ARCH__ >= 900
   PTX(asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0],[%1],%2,[%3];"
         :: "r"(dst), "l"(src), "r"(bytes), "r"(bar) : "memory"),
       cpu::bulk_copy(dst, src, bytes, bar, mbar_count));
-#else
-  uint4* const to = (uint4*)smem_ptr(dst);
-  const uint4* const from = (const uint4*)src;
-  const u32 n = bytes / 16;
-  u32 i = 0;
-  for (; i + 8 <= n; i += 8) {   // eight loads in flight
-    uint4 v[8];
-#pragma unroll
-    for (int j = 0; j < 8; j++) v[j] = from[i + j];
-#pragma unroll
-    for (int j = 0; j < 8; j++) to[i + j] = v[j];
-  }
-  for (; i < n; i++) to[i] = from[i];
-  __threadfence_block();
-  mbar_count(bar, 0, 0u - bytes);
-#endif
 }
+DEVICE void bulk_g2s_hint(u32 dst, const void* src, u32 bytes, u32 bar, u64 policy) {
+  PTX(asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+                   "[%0],[%1],%2,[%3],%4;" :: "r"(dst), "l"(src), "r"(bytes), "r"(bar), "l"(policy) : "memory"),
+      bulk_g2s(dst, src, bytes, bar));
+}
+#endif
 // L2 policy for data that a step reads once.
 DEVICE u64 policy_evict_first() {
 #if __CUDA_ARCH__ >= 900
@@ -359,11 +329,49 @@ DEVICE u64 policy_evict_first() {
   return 0;
 #endif
 }
-DEVICE void bulk_g2s_hint(u32 dst, const void* src, u32 bytes, u32 bar, u64 policy) {
-#if __CUDA_ARCH__ >= 900 && !defined(KVS_ON_CPU)
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0],[%1],%2,[%3],%4;"
-    :: "r"(dst), "l"(src), "r"(bytes), "r"(bar), "l"(policy) : "memory");
+
+// ---- a ring of stages in shared memory that a warp fills for itself, global -> shared, by calls of the whole warp ----
+// Each stage has an mbarrier: one lane calls ring_init for each of them and then ring_fence_init. Stage after stage, in a
+// circle, ring_copy fills it, if there is something to copy, and ring_close ends it in any case; ring_wait comes before
+// the oldest of ``stages`` is read, and a __syncwarp before it is filled anew.
+// sm_90 has bulk copies; sm_80 cp.async of all lanes, in a group per stage; sm_75 copies at once.
+
+DEVICE void ring_init(u32 bar) {
+#if __CUDA_ARCH__ >= 900
+  mbar_init(bar, 1);
+#endif
+}
+DEVICE void ring_fence_init() {
+#if __CUDA_ARCH__ >= 900
+  mbar_fence_init();
+#endif
+}
+// dst, src and BYTES are multiples of 16; policy: see policy_evict_first.
+template <u32 BYTES> DEVICE void ring_copy(u32 dst, const void* src, u32 bar, u64 policy) {
+#if __CUDA_ARCH__ >= 900
+  if (elect_one()) {
+    mbar_expect(bar, BYTES);
+    bulk_g2s_hint(dst, src, BYTES, bar, policy);
+  }
 #else
-  bulk_g2s(dst, src, bytes, bar);
+#pragma unroll
+  for (u32 at = (threadIdx.x & 31) * 16; at < BYTES; at += 512) cp_async16(dst + at, (const u8*)src + at);
+#endif
+}
+DEVICE void ring_close() {
+#if __CUDA_ARCH__ < 900
+  cp_async_commit();
+#endif
+}
+// phase: 0 in the first turn of the ring, then alternating; stages: 1..4.
+DEVICE void ring_wait(u32 bar, u32 phase, int stages) {
+#if __CUDA_ARCH__ >= 900
+  mbar_wait(bar, phase);
+#else
+  if (stages == 4) cp_async_wait<3>();
+  else if (stages == 3) cp_async_wait<2>();
+  else if (stages == 2) cp_async_wait<1>();
+  else cp_async_wait<0>();
+  __syncwarp();
 #endif
 }

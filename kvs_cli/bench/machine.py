@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import kvs_core
-from kvs_core.device.host.machine import available_cores, available_ram_bytes
+from kvs_core.device.host.machine import available_cores, available_ram_bytes, cpu_model
 from kvs_core.units import MIB
 
 _PACKAGES = ("kvs-llm", "numpy", "cupy-cuda12x", "cupy-cuda13x", "transformers", "torch")
@@ -25,7 +25,7 @@ def host_facts(command: Sequence[str]) -> dict[str, Any]:
         "command": " ".join(command),
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
-        "cpu": _cpu(),
+        "cpu": f"{cpu_model()} x {os.cpu_count()}",
         "cores": available_cores(),
         "ram_free_mib": available_ram_bytes() // MIB,
         "system": platform.platform(),
@@ -61,15 +61,6 @@ def _commit() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None
-
-
-def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{named[0]} x {os.cpu_count()}" if named else platform.processor() or platform.machine()
 
 
 def _version(package: str) -> str | None:

@@ -6,15 +6,16 @@ Beside its own flags each takes those of the engine, which ``kvs run --help`` li
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-_CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": ["--help"]}
+CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": ["--help"]}
 # Only --help asks for help: -h is how -hf begins, and a flag that is not declared here must pass as it is.
 
-_EPILOG = (
+EPILOG = (
     "Settings of the engine hold too, such as --model, --device, --ctx-size, --cache-type-k, --cache-type-v, "
     "--kv-page-tokens, --kv-stream-arena-mib, --ubatch-size: kvs run --help lists them. Without --model it is the demo "
     "model that comes with kvs."
@@ -31,8 +32,12 @@ TextFile = Annotated[
 def register(app: typer.Typer) -> None:
     """Add the three commands to ``kvs bench``."""
     for command in (needle, perplexity, equivalence):
-        paragraphs = [" ".join(part.split()) for part in (command.__doc__ or "").split("\n\n")]
-        app.command(context_settings=_CONTEXT, epilog=_EPILOG, help="\n\n".join(paragraphs))(command)
+        app.command(context_settings=CONTEXT, epilog=EPILOG, help=help_of(command))(command)
+
+
+def help_of(command: Callable[..., None]) -> str:
+    """Its docstring, a line per paragraph, which typer breaks where the terminal ends."""
+    return "\n\n".join(" ".join(part.split()) for part in (command.__doc__ or "").split("\n\n"))
 
 
 def needle(

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvs_cli.open_model import OpenModel, open_model, plan_context
+from kvs_cli.plan.text import full_arena
 from kvs_cli.render import Screen, print_json, print_sections
 from kvs_core.device.host.machine import available_ram_bytes
 from kvs_core.engine.budget import Budget, arena_for, plan_budget
@@ -215,7 +216,7 @@ def _sections(facts: Mapping[str, Any]) -> dict[str, dict[str, str]]:
         "Memory plan": {
             "context": f"{plan['context_tokens']:,} tokens, read in ubatches of {plan['ubatch_tokens']}",
             "arena": f"{_mib(plan['arena_bytes'])}{chosen}; least {plan['least_arena_mib']} MiB, "
-                     f"all pages resident from {plan['full_arena_mib']} MiB",
+                     f"{full_arena(plan['mode'])} from {plan['full_arena_mib']} MiB",
             **{
                 name: f"workspace {_mib(phase['workspace_bytes'])}, room for {phase['pool_slots']} pages"
                 for name, phase in phases.items()

@@ -141,12 +141,12 @@ def _alternatives(
     model: OpenModel, settings: EngineSettings, device: Device, free_bytes: int, ram_bytes: int, setup: Setup,
     rounds: Rounds, end: Point,
 ) -> Iterator[Alternative]:
-    """One more GiB, if something is streamed and the device has it; and other KV types in the same arena."""
+    """One more GiB, if the pool can use it and the device has it; and other KV types in the same arena."""
     arena_mib = setup.budget.memory.arena_bytes // MIB
     exact = replace(setup.kv, arena_mib=arena_mib, pool_mib=None)
     changes = []
     full_mib = mib_ceil(arena_for(setup.budget.memory, setup.budget.need.all_slots))
-    if end.placement.streamed_pages and _needed_bytes(setup) + _STEP_MIB * MIB <= free_bytes:
+    if end.placement.streamed_pages and arena_mib < full_mib and _needed_bytes(setup) + _STEP_MIB * MIB <= free_bytes:
         more_mib = min(arena_mib + _STEP_MIB, full_mib)
         changes.append((f"arena of {more_mib} MiB", replace(exact, arena_mib=more_mib)))
     for type_k, type_v in _KV_PAIRS:

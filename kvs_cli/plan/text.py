@@ -11,6 +11,7 @@ from rich.table import Table
 from kvs_cli.ending import writing
 from kvs_cli.plan.plan import Plan
 from kvs_core.engine.forecast import Point
+from kvs_core.paging.residency import ResidencyMode
 from kvs_core.units import MIB
 
 _WIDTH = 120   # of tables in files and pipes
@@ -38,13 +39,18 @@ def sections(plan: Plan, facts: Mapping[str, Any]) -> dict[str, dict[str, str]]:
             "it fits": _fits(plan),
             "weights": _mib(memory["weights_bytes"]),
             "recurrent state": _mib(memory["state_bytes"]) if memory["state_bytes"] else "none",
-            "arena": f"{_mib(memory['arena_bytes'])}{chosen}; least {memory['least_arena_mib']} MiB, all pages "
-                     f"resident from {memory['full_arena_mib']} MiB",
+            "arena": f"{_mib(memory['arena_bytes'])}{chosen}; least {memory['least_arena_mib']} MiB, "
+                     f"{full_arena(facts['kv']['mode'])} from {memory['full_arena_mib']} MiB",
             "of it workspace": f"prefill {_mib(workspace['prefill'])}, decode {_mib(workspace['decode'])}",
             "history": f"{_mib(memory['history_bytes'])} of host memory at the full context",
         },
         **_speculation(plan),
     }
+
+
+def full_arena(mode: str) -> str:
+    """What the arena has beyond which a larger one gives nothing: in window mode the user fixed what is resident."""
+    return "the largest ring" if mode == ResidencyMode.WINDOW.value else "all pages resident"
 
 
 def _fits(plan: Plan) -> str:

@@ -45,8 +45,10 @@ Row = Mapping[str, Any]
 class Bench:
     """A bench at its start: the model is open, its weights are not read yet.
 
-    settings  of the engine; drafters are left out, since nothing is drafted here
-    output    folder of the results, which is made before the long work; None: none are written
+    name       of the files of its results
+    settings   of the engine; drafters are left out, since nothing is drafted here
+    output     folder of the results, which is made before the long work; None: none are written
+    text_flag  that names the file of the text
     """
 
     name: str
@@ -55,12 +57,19 @@ class Bench:
     screen: Screen
     output: Path | None
     json: bool
+    text_flag: str = "--text-file"
 
     @staticmethod
-    def begin(name: str, arguments: Sequence[str], *, output: Path | None, json: bool) -> Bench:
-        """Read the engine's settings, set up logging and open the model. Raises ``KvsError``."""
+    def begin(
+        name: str, arguments: Sequence[str], *, output: Path | None, json: bool, command: str = "",
+        text_flag: str = "--text-file",
+    ) -> Bench:
+        """Read the engine's settings, set up logging and open the model. Raises ``KvsError``.
+
+        command  by default ``kvs bench NAME``
+        """
         parsed = parse(arguments, os.environ, "run")
-        _check_flags(name, arguments, parsed)
+        _check_flags(command or f"kvs bench {name}", text_flag, arguments, parsed)
         configure_logging(logging_settings(parsed.values))
         for notice in parsed.notices:
             LOGGER.warning("%s", notice)
@@ -68,7 +77,8 @@ class Bench:
         if output is not None:
             _check_folder(output)
         screen = Screen.of(logging_settings(parsed.values))
-        return Bench(name, settings, open_model(settings.model, screen, settings.rope), screen, output, json)
+        model = open_model(settings.model, screen, settings.rope)
+        return Bench(name, settings, model, screen, output, json, text_flag)
 
     def context_of(self, needed_tokens: int, flag: str) -> int:
         """The context for ``needed_tokens``: what ``--ctx-size`` says, else that. Raises ``ContextError``."""
@@ -139,7 +149,7 @@ class Bench:
 
         Raises ``SettingsError`` if there are less than ``needed``.
         """
-        text = benchmark_text() if path is None else read_text_file(path, "--text-file")
+        text = benchmark_text() if path is None else read_text_file(path, self.text_flag)
         chars = _CHARS_PER_TOKEN * most
         while True:
             tokens = self.model.tokenizer.encode(text[:chars], add_special=False, parse_special=False)
@@ -152,7 +162,7 @@ class Bench:
         tokens = tokens[:most]
         if len(tokens) < needed:
             name = "the benchmark text" if path is None else str(path)
-            advice = f"give a longer --text-file or lower {flag}"
+            advice = f"give a longer {self.text_flag} or lower {flag}"
             raise SettingsError(f"{flag}: {needed} tokens of text are needed, {name} has {len(tokens)}; {advice}")
         return tokens
 
@@ -163,7 +173,7 @@ class Bench:
         return [tokenizer.bos_id] if tokenizer.add_bos and tokenizer.bos_id is not None else []
 
 
-def _check_flags(name: str, arguments: Sequence[str], parsed: Parsed) -> None:
+def _check_flags(command: str, text_flag: str, arguments: Sequence[str], parsed: Parsed) -> None:
     """``SettingsError`` for a flag that would do nothing. Files and variables serve other commands as well."""
     for argument in arguments:
         flag = argument.partition("=")[0].replace("_", "-")
@@ -171,12 +181,12 @@ def _check_flags(name: str, arguments: Sequence[str], parsed: Parsed) -> None:
         if setting is None:
             continue
         if setting.key in _ACTIONS:
-            raise SettingsError(f"{flag}: not a flag of kvs bench {name}; kvs run {flag} takes it")
+            raise SettingsError(f"{flag}: not a flag of {command}; kvs run {flag} takes it")
         if setting.group not in _USED or setting.key == "n_predict":
-            raise SettingsError(f"{flag}: has no effect on kvs bench {name}; leave it out")
+            raise SettingsError(f"{flag}: has no effect on {command}; leave it out")
     if parsed.positionals:
-        raise SettingsError(f"{shown(parsed.positionals[0])}: kvs bench {name} takes flags alone; give the model with "
-                            "--model, a text with --text-file")
+        raise SettingsError(f"{shown(parsed.positionals[0])}: {command} takes flags alone; give the model with "
+                            f"--model, a text with {text_flag}")
 
 
 def _check_folder(path: Path) -> None:

@@ -169,9 +169,11 @@ class Conversation:
             self._note_parked()
 
     def _leave(self, tokens: Sequence[int]) -> None:
-        """Set aside what the session holds, unless ``tokens``, which it is to hold, give all of it."""
+        """Set aside what the session holds, unless ``tokens``, which it is to hold, give all of it: where it ended, a
+        model with recurrent layers may find no checkpoint."""
         held = self.session.tokens
-        if list(tokens[: len(held)]) != held and self._can_set_aside():
+        given = list(tokens[: len(held)] if self.session.engine.can_rewind else tokens) == held
+        if not given and self._can_set_aside():
             self._set_aside()
 
     @property

@@ -425,6 +425,14 @@ class Ops(Protocol):
         """Normalise, undo V's rotation, gate.   running [T, H, Dv + 2]; out [T, H * Dv]"""
         ...
 
+    def prefill_sums(self, running: Buffer) -> Buffer:
+        """Of a running partial the sum of weights and the largest score of each row and head: [T, H, 2], no copy."""
+        ...
+
+    def log_sums(self, sums: np.ndarray) -> np.ndarray:
+        """Of ``prefill_sums``, downloaded: ln of the sum of exp(score) over the keys added, float64 [T, H]."""
+        ...
+
     def zero_page(self, pool: Buffer, geometry: PageGeometry, slot: int) -> None:
         """Clear a slot that becomes a tail page: stale scales times zero weights would be NaN."""
         ...

@@ -31,6 +31,7 @@ from kvs_core.device.base import Buffer, Device, Stream
 from kvs_core.device.cuda.driver import Driver
 from kvs_core.device.cuda.nvrtc import SOURCES, cache_root
 from kvs_core.device.host.device import HostDevice
+from kvs_core.device.host.machine import cpu_model
 from kvs_core.engine.engine import Engine
 from kvs_core.engine.forecast import IN_FILE, Rates
 from kvs_core.engine.held import FLOATS
@@ -127,7 +128,8 @@ _DRAFT_S = 0.18e-3
 
 
 def measure_gpu(device: Device) -> Numbers:
-    """Bytes per second over the link, and of copies within the device's memory: those read and those written."""
+    """Bytes per second over the link to the device and back, and of copies within its memory: those read and those
+    written."""
     size = min(_COPY_BYTES, device.free_bytes() // 8)
     source, target = device.allocate((size,), np.uint8), device.allocate((size,), np.uint8)
     pinned = device.allocate_pinned(min(_LINK_BYTES, size))
@@ -142,6 +144,7 @@ def measure_gpu(device: Device) -> Numbers:
 
     return {
         "link": pinned.nbytes / seconds(target[: pinned.nbytes], pinned, device.copy),
+        "back": pinned.nbytes / seconds(pinned, source[: pinned.nbytes], device.publish),
         "memory": 2.0 * size / seconds(target, source, device.compute),
     }
 
@@ -276,9 +279,9 @@ def _timed(work: Callable[[], object]) -> float:
 def _facts(device: Device) -> dict[str, object]:
     """What numbers are true for."""
     facts: dict[str, object] = {"format": _FORMAT, "machine": platform.node(), "device": device.name}
-    if isinstance(device, HostDevice):
+    if isinstance(device, HostDevice):   # under its name another processor may stand: machines are rebuilt
         code = Path(host.__path__[0])
-        facts |= {"cpu": _cpu_model(), "threads": device.threads, "numpy": np.__version__}
+        facts |= {"cpu": cpu_model(), "threads": device.threads, "numpy": np.__version__}
     else:
         code = SOURCES
         facts |= {"driver": Driver().cuda_version}
@@ -286,16 +289,6 @@ def _facts(device: Device) -> dict[str, object]:
     for path in sorted((*code.rglob("*.py"), *code.rglob("*.cu*"))):
         digest.update(path.read_bytes())
     return facts | {"code": digest.hexdigest()}
-
-
-def _cpu_model() -> str:
-    """Under the same name another processor may stand: containers and machines that are rebuilt."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.processor())
 
 
 def _folder() -> Path:

@@ -38,8 +38,13 @@ class Windows:
         return self.tile_pages * self.tiles if self.tiles else min(_LEAST_RING, _MOST_TILES * self.tile_pages)
 
     def ring_in(self, room: int) -> int:
-        """Slots of the ring where the pool has ``room`` slots beside what is resident."""
-        return self.tile_pages * self.tiles if self.tiles else min(_MOST_TILES * self.tile_pages, room)
+        """Slots of the ring where the pool has ``room`` slots beside what is resident.
+
+        Less room than for the smallest ring has only a pool that holds every page: of them the streamed ones give way.
+        """
+        if self.tiles:
+            return self.tile_pages * self.tiles
+        return max(self.least_ring, min(_MOST_TILES * self.tile_pages, room))
 
 
 def plan_windows(
@@ -51,7 +56,8 @@ def plan_windows(
     layers      those with KV; numbers are those of the model's blocks, of which there are ``n_blocks``
     step_rows   that a step has at most
     head_pages  first pages of a layer that stay resident
-    A window of N tokens is so many pages that the newest N tokens lie in them wherever the last page ends.
+    A window of N tokens is so many pages that the newest N tokens lie in them wherever the last page ends. A layer that
+    slides needs none: it never streams.
     """
     if kv.residency_mode != ResidencyMode.WINDOW.value:
         return None
@@ -65,9 +71,9 @@ def plan_windows(
             shown = ", ".join(map(str, known[:4])) + (", ..." if len(known) > 4 else "")
             raise SettingsError(f"{named}: none of them keeps KV; those of this model that do are {shown}")
     pages: list[int | None] = []
-    for index in known:
+    for index, before in zip(known, sliding, strict=True):
         own = [window.tokens for window in kv.window_layers if window.first <= index <= window.last]
-        if not own and kv.window_tokens is None:
+        if not own and kv.window_tokens is None and before is None:
             raise SettingsError(
                 f"--kv-window-layers: layer {index} has no window; give --kv-window-tokens N for the rest"
             )

@@ -11,7 +11,7 @@ from typing import Protocol
 from kvs_core.device.base import Buffer, Device
 from kvs_core.memory.phases import Phase
 from kvs_core.paging.geometry import PageGeometry
-from kvs_core.streaming.layer_kv import AttentionScratch, LayerKv, LoadedPlan
+from kvs_core.streaming.layer_kv import AttentionScratch, LayerKv, LoadedPlan, PrefillWatch
 from kvs_core.streaming.plans import StepPlans
 from kvs_core.streaming.streamer import Streamer
 
@@ -23,6 +23,7 @@ class StepOwner(Protocol):
     layers: int
     streamer: Streamer
     plans: StepPlans
+    watch: PrefillWatch | None
 
     def wait_layer(self, layer: int) -> None: ...
 
@@ -89,7 +90,7 @@ class KvStep:
     def layer(self, layer: int) -> LayerKv:
         """The KV of one attention layer, for this step."""
         assert self._open, "the step is over"
-        return LayerKv(self._device, self._kv.geometry, self._kv.streamer, self, layer)
+        return LayerKv(self._device, self._kv.geometry, self._kv.streamer, self, layer, self._kv.watch)
 
     def settle(self, keep: int) -> None:
         """Commit the first ``keep`` rows, drop the rest, and close the step."""

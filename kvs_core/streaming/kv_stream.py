@@ -25,7 +25,7 @@ from kvs_core.paging.slots import PageId, PageTable
 from kvs_core.paging.spans import Chunk
 from kvs_core.streaming.history import HostHistory, ParkedHistory
 from kvs_core.streaming.kv_step import KvStep
-from kvs_core.streaming.layer_kv import AttentionScratch
+from kvs_core.streaming.layer_kv import AttentionScratch, PrefillWatch
 from kvs_core.streaming.pace import Advice, Pace
 from kvs_core.streaming.plans import Lie, StepPlans
 from kvs_core.streaming.publisher import Publisher
@@ -99,6 +99,7 @@ class KvStream:
         self._pool: Buffer | None = None
         self._scratch = AttentionScratch()
         self.plans = StepPlans(device, self, config.layers)
+        self.watch: PrefillWatch | None = None               # only where attention itself is measured
         self._step: KvStep | None = None
         self._repartitions = 0
         self._scheduled: tuple[tuple[int, ...], int] | None = None

@@ -40,9 +40,28 @@ class LoadedPlan:
     loaded: Any
 
 
+class PrefillWatch(Protocol):
+    """Looks on while a prefill step attends, layer by layer: begin, attended for each piece of the pages, end."""
+
+    def begin(self, layer: int, positions: range) -> None:
+        """The step's rows, at these positions, begin with an attention layer."""
+        ...
+
+    def attended(
+        self, q: Buffer, params: AttentionParams, pool: Buffer, geometry: PageGeometry, plan: Any, pages: range
+    ) -> None:
+        """They have attended to these pages, which are still there. The arguments are those of the op."""
+        ...
+
+    def end(self, running: Buffer) -> None:
+        """They have attended to all.   running [T, H, Dv + 2], for reading"""
+        ...
+
+
 class OpenStep(Protocol):
     """What ``LayerKv`` asks of the step it belongs to."""
 
+    first_position: int
     rows: int
     phase: Phase
     pool: Buffer
@@ -59,12 +78,16 @@ class OpenStep(Protocol):
 class LayerKv:
     """One attention layer's KV during one step. Used once."""
 
-    def __init__(self, device: Device, geometry: PageGeometry, streamer: Streamer, step: OpenStep, layer: int) -> None:
+    def __init__(
+        self, device: Device, geometry: PageGeometry, streamer: Streamer, step: OpenStep, layer: int,
+        watch: PrefillWatch | None = None,
+    ) -> None:
         self._ops = device.ops
         self._geometry = geometry
         self._streamer = streamer
         self._step = step
         self._layer = layer
+        self._watch = watch
 
     def attend(self, rows: AttentionRows, params: AttentionParams) -> None:
         """Store the step's rows, then attend causally."""
@@ -123,14 +146,21 @@ class LayerKv:
         # Page order, streamed pages first: one running partial is enough, where many rows would need many.
         ops, step, geometry = self._ops, self._step, self._geometry
         running = cut(step.scratch.running, step.rows, params.heads, geometry.v_dim + 2)[0]
+        watch = self._watch
+        if watch is not None:
+            watch.begin(self._layer, range(step.first_position, step.first_position + step.rows))
         for number, chunk in enumerate(planned.plan.chunks):
             if chunk.run is not None:
                 self._streamer.acquire(chunk.run)
             ops.attend_prefill(
                 rows.q, params, step.pool, geometry, planned.loaded, chunk.pages, running, fresh=number == 0
             )
+            if watch is not None:
+                watch.attended(rows.q, params, step.pool, geometry, planned.loaded, chunk.pages)
             if chunk.run is not None:
                 self._streamer.release(chunk.run)
+        if watch is not None:
+            watch.end(running)
         ops.finish_prefill(rows.y, params, geometry, running, rows.out)
 
 

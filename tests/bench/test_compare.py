@@ -265,7 +265,7 @@ def test_kvs_is_not_measured_alone(
     (("--against-offloaded", "--prompt-file", "nowhere"), "nowhere"),
     (("--against-offloaded", "-m", "nowhere.gguf"), "nowhere.gguf"),
     (("--against-offloaded", "--prompt-tokens", "32768"),
-     "--prompt-tokens: that takes a context of 33024 tokens, the model was trained for 32768"),
+     "--prompt-tokens: that takes a context of 33024 tokens, the model has 32768 at most"),
     (("--against-offloaded", "-m", "synthetic:tiny:q4_k", "--spec-type", "draft-mtp"), "has no MTP block"),
 ])
 def test_bad_flags_start_nothing(

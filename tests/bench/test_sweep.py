@@ -63,7 +63,7 @@ def test_a_wrong_line_does_not_touch_a_sweep(tmp_path: Path) -> None:
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
     wrong = replace(settings(tmp_path, (1024, 65536)), resume=True)
     workers = FakeWorkers()
-    with pytest.raises(SettingsError, match="trained for 32768"):
+    with pytest.raises(SettingsError, match="has 32768 at most"):
         run_sweep(wrong, run=workers)
     assert workers.jobs == []
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
@@ -125,7 +125,7 @@ def test_the_largest_arena_is_probed_once_per_point(tmp_path: Path) -> None:
     (("--mtp-lengths", "9"), "--mtp-lengths 9"),
     (("-m", "nowhere.gguf"), "nowhere.gguf"),
     (("-m", __file__), "GGUF"),
-    (("--contexts", "1024,65536"), "--contexts: that takes a context of 65536 tokens, the model was trained for 32768"),
+    (("--contexts", "1024,65536"), "--contexts: that takes a context of 65536 tokens, the model has 32768 at most"),
     (("--contexts", "256,1024"), "--contexts: a context of 256 tokens leaves 0"),
     (("-m", "synthetic:tiny:q4_k", "--mtp-lengths", "0,2"), "or --spec-types draft-resident"),
     (("--mtp-lengths", "7", "-ub", "4"), "--mtp-lengths drafts 7 tokens: verifying them takes 8 rows"),

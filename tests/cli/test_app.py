@@ -27,7 +27,7 @@ def help_text(command: Command, *, everything: bool = False, width: int = 120) -
     "line",
     ["", "--help", "-h", "--version", "--completion-bash", "run --help", "run --usage", "run --help-all",
      "run --version", "run --list-devices", "run --completion-bash", "info -h", "info --help-all", "completion",
-     "completion zsh", "bench", "bench --help", "plan --help"],
+     "completion zsh", "bench", "bench --help", "plan --help", "doctor --help"],
 )
 def test_answers_end_with_0(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     """What only asks for a text gets it on stdout, and nothing is said on stderr."""
@@ -40,7 +40,7 @@ def test_answers_end_with_0(line: str, capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize(
     "line",
     ["rum", "--bad", "run --bad", "run", "run -m M", "run -c", "run -np 4", "run a b", "info --bad",
-     "completion tcsh", "completion bash zsh"],
+     "completion tcsh", "completion bash zsh", "doctor --bad", "doctor x"],
 )
 def test_errors_end_with_1(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Every error is one line on stderr that starts with ``error:``, with nothing on stdout; never exit code 2."""
@@ -161,9 +161,10 @@ def test_bash_completes_flags_and_words() -> None:
 COMP_WORDS=(kvs run --kv-page); COMP_CWORD=2; _kvs; echo "${COMPREPLY[@]}"
 COMP_WORDS=(kvs run -fa o); COMP_CWORD=3; _kvs; echo "${COMPREPLY[@]}"
 COMP_WORDS=(kvs r); COMP_CWORD=1; _kvs; echo "${COMPREPLY[@]}"
+COMP_WORDS=(kvs d); COMP_CWORD=1; _kvs; echo "${COMPREPLY[@]}"
 """
     done = subprocess.run(["bash"], input=script, text=True, check=True, capture_output=True, timeout=20)
-    assert done.stdout.splitlines() == ["--kv-page-tokens", "on", "run"]
+    assert done.stdout.splitlines() == ["--kv-page-tokens", "on", "run", "doctor"]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from kvs_core.device.cuda.modules import find_cuda
 from tests.cli.conftest import GREEDY, Kvs
 
 
@@ -29,6 +30,16 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_gpu_that_is_not_there(kvs: Kvs, tiny_llama: Path, flags: tuple[str, ...], error: str) -> None:
     """One line, exit code 1, nothing on stdout."""
     assert kvs("run", "-m", tiny_llama, "-p", "x", "-n", "1", *flags).error == error
+
+
+def test_a_path_of_the_kernels_that_is_none(kvs: Kvs, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line, whatever GPU there is or not; who wants the CPU has no use for it."""
+    monkeypatch.setattr("kvs_core.device.cuda.modules.find_cuda", find_cuda)
+    monkeypatch.setenv("KVS_CUDA_PATH", "sm_50")
+    assert kvs("run", "-m", tiny_llama, "-p", "x", "-n", "1").error == (
+        "KVS_CUDA_PATH=sm_50 is no path of the kernels; set it to sm_80, or unset it for the GPU's own"
+    )
+    assert kvs("run", "-m", tiny_llama, "-p", "x", "-n", "1", "--device", "cpu").code == 0
 
 
 def test_auto_takes_the_cpu(kvs: Kvs, tiny_llama: Path) -> None:

@@ -92,6 +92,20 @@ def test_over_the_context(kvs: Kvs, tiny_llama: Path) -> None:
     assert rounds == sorted(rounds)
 
 
+@pytest.mark.parametrize("command", ["plan", "info"])
+def test_no_arena_makes_window_mode_resident(kvs: Kvs, tiny_llama: Path, command: str) -> None:
+    """Its windows are fixed, so the arena from which a larger one gives nothing is not said to hold all pages, and
+    where there is that much no other is advised."""
+    flags = ("-c", "4096", "--kv-page-tokens", "32", "-ub", "64", "--kv-residency-mode", "window",
+             "--kv-window-tokens", "256")
+    facts = kvs(command, tiny_llama, *flags, "--json").json
+    full = facts["memory" if command == "plan" else "plan"]["full_arena_mib"]
+    told = kvs(command, tiny_llama, *flags, "--kv-stream-arena-mib", full + 1).out
+    assert f"MiB, the largest ring from {full} MiB" in told
+    assert "all pages resident" not in told
+    assert "arena of" not in told
+
+
 def test_what_else_there_is(kvs: Kvs, tiny_llama: Path) -> None:
     """One more GiB, no more than holds everything, and the other KV types; what does not fit says so."""
     facts = plan(kvs, tiny_llama, "--kv-stream-arena-mib", "1")

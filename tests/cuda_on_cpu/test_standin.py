@@ -239,14 +239,51 @@ BULK = """
 """
 
 
-@pytest.mark.parametrize("arch", [75, 80, 90])
-def test_a_ring_of_bulk_copies(make: Make, arch: int) -> None:
-    """Two slots, seven turns, two copies each; before sm_90 by the issuing thread and a barrier in software."""
+def test_a_ring_of_bulk_copies(make: Make) -> None:
+    """Two slots, seven turns, two copies each."""
     values = np.arange(7 * 64, dtype=np.float32)
     out = on_device(np.zeros(64, np.float32))
     run(make("const float* in, float* out, int n", BULK.replace("WAIT", ""), (PTR, PTR, I32)),
-        (on_device(values), out, 7), block=64, arch=arch)
+        (on_device(values), out, 7), block=64)
     np.testing.assert_array_equal(out, values.reshape(7, 64).sum(0))
+
+
+WARP_RING = """
+  __shared__ __align__(128) float ring[4][164];
+  __shared__ u64 bars[4];
+  const u32 bar = smem_u32(bars);
+  if (threadIdx.x == 0) { for (int s = 0; s < stages; s++) ring_init(bar + 8 * s); ring_fence_init(); }
+  __syncwarp();
+  auto issue = [&](int i) {
+    if (i < n)
+      ring_copy<656>(smem_u32(ring[i % stages]), in + 164 * i, bar + 8 * (i % stages), policy_evict_first());
+    ring_close();
+  };
+  for (int i = 0; i < stages; i++) issue(i);
+  for (int i = 0; i < n; i++) {
+    WAIT ring_wait(bar + 8 * (i % stages), i / stages % 2, stages);
+    for (int k = threadIdx.x; k < 164; k += 32) out[164 * i + k] = ring[i % stages][(k + 41) % 164];
+    __syncwarp();
+    issue(i + stages);
+  }
+"""
+
+
+@pytest.mark.parametrize("arch", [75, 80, 90])
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+def test_a_ring_of_one_warp(make: Make, arch: int, stages: int) -> None:
+    """Seven turns, 41 pieces of 16 bytes each; every lane sees what the others brought. With cp.async, what is read
+    without a wait is poison."""
+    values = np.arange(7 * 164, dtype=np.float32).reshape(7, 164)
+    out = on_device(np.zeros_like(values))
+    kernel = make("const float* in, float* out, int n, int stages", WARP_RING.replace("WAIT", ""), (PTR, PTR, I32, I32))
+    run(kernel, (on_device(values), out, 7, stages), arch=arch)
+    np.testing.assert_array_equal(out, np.roll(values, -41, axis=1))
+    if arch == 80:
+        late = make("const float* in, float* out, int n, int stages", WARP_RING.replace("WAIT", "if (0)"),
+                    (PTR, PTR, I32, I32))
+        run(late, (on_device(values), out, 7, stages), arch=arch)
+        assert np.isnan(out).all()
 
 
 def test_copies_of_a_thread_arrive_in_groups(make: Make) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
@@ -83,7 +84,7 @@ def test_kernels_compile(family: str, arch: int) -> None:
 
     def compiled(unit: _Unit) -> str:
         try:
-            cubin = compile_only(*unit, arch)
+            cubin = compile_only(*unit, f"sm_{arch}")
         except DeviceError as error:
             return str(error)
         missing = [name for name in sorted(names[unit]) if f".text.{name}\0".encode() not in cubin]
@@ -93,6 +94,19 @@ def test_kernels_compile(family: str, arch: int) -> None:
     with ThreadPoolExecutor(max(workers, 1)) as pool:
         errors = list(filter(None, pool.map(compiled, units)))
     assert not errors, "\n".join(errors)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kernels_of_the_forced_path_are_ptx(family: str) -> None:
+    """Every source, for sm_80 with 99 KiB of shared memory a block, which sm_86 has: nothing of sm_90, and weights come
+    by cp.async instead."""
+    names = {(kernel.source, kernel.defines): kernel.name for kernel in instances(family, 86)}
+    for unit in one_of_each_source(names):
+        ptx = compile_only(*unit, "compute_80").decode()
+        assert "\n.target sm_80\n" in ptx
+        assert f".entry {names[unit]}(" in ptx
+        assert not re.search(r"mbarrier|griddepcontrol|cp\.async\.bulk", ptx)
+        assert "cp.async.cg" in ptx or unit[0] != "matmul_decode.cu"
 
 
 def test_no_source_is_left_out() -> None:

@@ -39,6 +39,41 @@ def test_a_memory_limit_counts_less_what_is_used_but_for_cached_files(cgroup: Pa
     assert machine.available_ram_bytes() > 16 * MIB
 
 
+def test_version_1_of_cgroups_counts_too(cgroup: Path) -> None:
+    """Its limit stands elsewhere, and one that is no limit is a huge number."""
+    folder = cgroup / "memory"
+    folder.mkdir()
+    (folder / "memory.limit_in_bytes").write_text(f"{10 * MIB}\n")
+    (folder / "memory.usage_in_bytes").write_text(f"{7 * MIB}\n")
+    (folder / "memory.stat").write_text(f"active_file 5\ntotal_inactive_file {2 * MIB}\ntotal_active_file {MIB}\n")
+    assert machine.memory_limit_bytes() == 10 * MIB
+    assert machine.available_ram_bytes() == 6 * MIB
+    (folder / "memory.limit_in_bytes").write_text("9223372036854771712\n")
+    assert machine.memory_limit_bytes() is None
+    assert machine.available_ram_bytes() > 16 * MIB
+
+
+def test_the_machine_is_described(cgroup: Path) -> None:
+    """All of its RAM, which is more than can be had; no limit; a processor with a name and instruction sets."""
+    assert machine.total_ram_bytes() >= machine.available_ram_bytes()
+    assert machine.memory_limit_bytes() is None
+    assert machine.cpu_model().strip()
+    flags = Path("/proc/cpuinfo").read_text().split()
+    assert ("avx2" in machine.instruction_sets()) == ("avx2" in flags)
+    assert ("asimd" in machine.instruction_sets()) == ("asimd" in flags)
+
+
+@pytest.mark.usefixtures("restored_threads")
+def test_the_blas_is_described_as_it_started() -> None:
+    """With the threads that it had before kvs left it one."""
+    before = machine.blas_libraries()
+    HostDevice(1).close()
+    assert machine.blas_libraries() == before
+    pools = [pool for pool in ThreadpoolController().info() if pool["user_api"] == "blas"]
+    assert [(blas.name, blas.version) for blas in before] == [(pool["internal_api"], pool["version"]) for pool in pools]
+    assert all(blas.threads >= 1 for blas in before)
+
+
 def test_a_cpu_quota_counts(cgroup: Path) -> None:
     """Threads beyond the quota would only wait for each other; there is always one core."""
     cores = machine.available_cores()

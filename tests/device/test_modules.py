@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import re
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ import pytest
 from kvs_core.device.cuda import modules, nvrtc
 from kvs_core.device.cuda.kernel import F32, I32, I64, PTR, Kernel
 from kvs_core.device.cuda.modules import CudaFound, CudaModules, find_cuda
-from kvs_core.errors import DeviceError
+from kvs_core.errors import DeviceError, SettingsError
 
 SOURCE = """#include "common/base.cuh"
 extern "C" __global__ void fill(float* out, int n, long long at, float v) { if (n > N) out[at] = v + BASE; }
@@ -45,13 +46,17 @@ class Attribute(ctypes.Structure):
 
 
 class FakeCuda:
-    """libcuda with one GPU. ``launches``: what came in; ``statuses``: what the next launches return."""
+    """libcuda with one GPU. ``launches``: what came in; ``statuses``: what the next launches return.
+
+    It takes cubins, and PTX that ends with a zero.
+    """
 
     def __init__(self, arch: int = 90, gpus: int = 1, version: int = 13000, init: int = 0) -> None:
         self.arch, self.gpus, self.version, self.init = arch, gpus, version, init
         self.launches: list[dict[str, Any]] = []
         self.statuses: list[int] = []
         self.loaded: list[bytes] = []
+        self.loading = threading.Lock()
         self.max_shared_bytes = 0
         self.contexts_set = 0
         self.cuLaunchKernelEx = self.Launch(self)
@@ -100,6 +105,14 @@ class FakeCuda:
         value._obj.value = {16: 132, 75: self.arch // 10, 76: self.arch % 10, 97: 232448}[attribute]
         return 0
 
+    def cuDeviceTotalMem_v2(self, size: Any, index: int) -> int:
+        size._obj.value = (24 + index) << 30
+        return 0
+
+    def cuDeviceGetPCIBusId(self, text: Any, size: int, index: int) -> int:
+        text.value = b"0000:C%d:00.0" % index
+        return 0
+
     def cuDevicePrimaryCtxRetain(self, context: Any, index: int) -> int:
         context._obj.value = 0xC0
         return 0
@@ -110,13 +123,16 @@ class FakeCuda:
         return 0
 
     def cuModuleLoadData(self, module: Any, cubin: bytes) -> int:
-        self.loaded.append(cubin)
-        module._obj.value = len(self.loaded)
-        return 0 if cubin.startswith(b"\x7fELF") else 200
+        with self.loading:
+            self.loaded.append(cubin)
+            module._obj.value = len(self.loaded)
+        is_ptx = b"\n.version " in cubin and cubin.endswith(b"\0")
+        return 0 if cubin.startswith(b"\x7fELF") or is_ptx else 200
 
     def cuModuleGetFunction(self, function: Any, module: Any, name: bytes) -> int:
         function._obj.value = 0xF0 + module.value
-        return 0 if name + b"\0" in self.loaded[module.value - 1] else 500
+        code = self.loaded[module.value - 1]
+        return 0 if name + b"\0" in code or b".entry " + name + b"(" in code else 500
 
     def cuFuncGetAttribute(self, value: Any, attribute: int, function: Any) -> int:
         assert attribute == 1   # static shared memory
@@ -142,6 +158,7 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (folder / "common/base.cuh").write_text("#define BASE 1.f\n")
     monkeypatch.setattr(nvrtc, "SOURCES", folder)
     monkeypatch.setenv("KVS_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("KVS_CUDA_PATH", raising=False)
     nvrtc._sources_digest.cache_clear()
     yield folder
     nvrtc._sources_digest.cache_clear()
@@ -192,6 +209,66 @@ def test_overlap_where_it_is_safe(sources: Path, monkeypatch: pytest.MonkeyPatch
         launcher.launch(FILL, (1,), 32, (0, 0, 0, 0), overlap=True)
     programmatic = (6, 1) if arch == 90 else 0
     assert [launch["early"] for launch in cuda.launches] == [0, programmatic, 0, programmatic, 0, programmatic]
+
+
+@pytest.mark.parametrize(
+    ("arch", "holds", "ending"), [(80, b"\x7fELF", "cubin"), (90, b"\n.target sm_80\n", "ptx")]
+)
+def test_the_path_of_sm_80_on_newer_gpus(
+    sources: Path, monkeypatch: pytest.MonkeyPatch, arch: int, holds: bytes, ending: str
+) -> None:
+    """KVS_CUDA_PATH=sm_80: code or PTX of that, kept under a name of its own; 99 KiB a block; no launch is early."""
+    cuda = FakeCuda(arch)
+    install(monkeypatch, cuda)
+    monkeypatch.setenv("KVS_CUDA_PATH", "")
+    CudaModules(0).prepare([FILL])
+    monkeypatch.setenv("KVS_CUDA_PATH", "sm_80")
+    launcher = CudaModules(0)
+    assert (launcher.arch, launcher.sm_count, launcher.shared_bytes) == (80, 132, 99 << 10)
+    assert launcher.path.named("Fake GPU") == "Fake GPU, kernels of sm_80"
+    launcher.prepare([FILL])
+    assert holds in cuda.loaded[-1]
+    for _ in range(3):
+        launcher.launch(FILL, (1,), 32, (0, 0, 0, 0), overlap=True)
+    assert [launch["early"] for launch in cuda.launches] == [0, 0, 0]
+    assert cuda.max_shared_bytes == (99 << 10) - 1000
+    kept = sorted(path.suffix for path in (sources.parent / "cache/kernels").iterdir())
+    assert kept == ([".cubin"] if arch == 80 else [".cubin", f".{ending}"])
+    CudaModules(0).prepare([FILL])
+    assert cuda.loaded[-1] == cuda.loaded[-2]
+    assert len(kept) == len(list((sources.parent / "cache/kernels").iterdir()))
+
+
+NO_PATH = "KVS_CUDA_PATH=sm_90 is no path of the kernels; set it to sm_80, or unset it for the GPU's own"
+
+
+@pytest.mark.parametrize(
+    ("asked", "arch", "said"),
+    [
+        ("sm_90", 90, NO_PATH),
+        ("sm_90", None, NO_PATH),
+        ("sm_80", 75, "KVS_CUDA_PATH=sm_80: this GPU has compute capability 7.5, 8.0 or newer is needed; unset it"),
+    ],
+)
+def test_a_path_that_cannot_be_is_one_line(
+    sources: Path, monkeypatch: pytest.MonkeyPatch, asked: str, arch: int | None, said: str
+) -> None:
+    """An error on every machine: what was asked for is not what the CPU would do."""
+    install(monkeypatch, None if arch is None else FakeCuda(arch))
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy(13000))
+    monkeypatch.setenv("KVS_CUDA_PATH", asked)
+    with pytest.raises(SettingsError) as caught:
+        find_cuda()
+    assert str(caught.value) == said
+
+
+def test_a_path_is_what_the_compiler_must_know(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that is newer than NVRTC runs PTX of sm_80."""
+    install(monkeypatch, FakeCuda(arch=990))
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy(13000))
+    assert "does not know sm_990" in str(find_cuda())
+    monkeypatch.setenv("KVS_CUDA_PATH", "sm_80")
+    assert isinstance(find_cuda(), CudaFound)
 
 
 def test_kernels_are_compiled_once(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,6 +351,7 @@ def fake_cupy(runtime: int) -> Any:
         (FakeCuda(gpus=2), 2, 13000, "there is no GPU 2; the driver sees 2, counted from 0"),
         (FakeCuda(arch=70), 0, 13000, "GPU 0, Fake GPU, has compute capability 7.0; 7.5 or newer is needed"),
         (FakeCuda(), 0, None, r"CuPy is not installed; pip install 'kvs-llm\[cuda13\]'"),
+        (FakeCuda(version=11080), 0, 11080, "the driver knows CUDA 11.8, 12.0 or newer is needed; update the driver"),
         (FakeCuda(version=12080), 0, None, r"CuPy is not installed; pip install 'kvs-llm\[cuda12\]'"),
         (FakeCuda(version=12080), 0, 13000, r"the driver knows CUDA 12.8, CuPy is built for 13; update the driver"),
         (FakeCuda(version=12080), 0, 12000, r"the driver knows CUDA 12.8, the compiler NVRTC is 13.\d+; update"),

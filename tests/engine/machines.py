@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from kvs_core.engine.engine import Engine
 from kvs_core.errors import DeviceError
 from kvs_core.memory.phases import Phase
 from tests.cuda_on_cpu.cpu_runtime import CpuRuntime
+from tests.cuda_on_cpu.path import launcher_on, on_path
 from tests.engine.tiny import text
 from tests.support.tiny_gguf import (
     write_tiny_gemma3,
@@ -71,17 +73,23 @@ class Watched:
 
 @dataclass(frozen=True)
 class Machine:
-    """Makes CUDA devices. on_gpu: a real one, where larger cases cost nothing."""
+    """Makes CUDA devices.
+
+    on_gpu  a real one, where larger cases cost nothing
+    path    of the kernels, as KVS_CUDA_PATH says it; "": by the device's capability, or as it is told to the tests
+    """
 
     on_gpu: bool
+    path: str = ""
 
     def runtime(self) -> Watched:
         """A runtime of its own."""
         if not self.on_gpu:
-            return Watched(CpuRuntime(), False)
+            return Watched(CpuRuntime(**launcher_on(self.path)), False)
         from kvs_core.device.cuda.cupy_runtime import CupyRuntime
 
-        return Watched(CupyRuntime(0), True)
+        with on_path(self.path) if self.path else nullcontext():
+            return Watched(CupyRuntime(0), True)
 
     def device(self, runtime: Watched | None = None) -> CudaDevice:
         """A device, by default on a runtime of its own."""
@@ -93,13 +101,13 @@ class Machine:
         return large if self.on_gpu else small
 
 
-def machine_of(name: str) -> Machine:
-    """The machine of that name; skips the test if it is not there."""
+def machine_of(name: str, path: str = "") -> Machine:
+    """The machine of that name on a path of the kernels; skips the test if it is not there."""
     if name == "cuda":
         found = find_cuda()
         if not isinstance(found, CudaFound):
             pytest.skip(found)
-    return Machine(on_gpu=name == "cuda")
+    return Machine(name == "cuda", path)
 
 
 def write_models(folder: Path, machine: Machine) -> dict[str, Path]:

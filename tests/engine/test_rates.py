@@ -64,7 +64,7 @@ def test_another_processor_is_measured(
 ) -> None:
     """Machines of one name need not be one machine."""
     rates.find_rates(device, KV)
-    monkeypatch.setattr(rates, "_cpu_model", lambda: "another")
+    monkeypatch.setattr(rates, "cpu_model", lambda: "another")
     assert not rates.find_rates(device, KV).kept
     assert measured == ["products", "steps"] * 2
 
@@ -154,8 +154,8 @@ class Clocked:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.copy, self.compute = object.__new__(_Stream), object.__new__(_Stream)
-        self.rates = {id(self.copy): 5e9, id(self.compute): 1e11}
+        self.copy, self.compute, self.publish = _Stream(), _Stream(), _Stream()
+        self.rates = {id(self.copy): 5e9, id(self.compute): 1e11, id(self.publish): 4e9}
 
     def free_bytes(self) -> int:
         return 64 << 20
@@ -177,11 +177,12 @@ class _Stream:
 
 
 def test_a_gpu_is_measured_by_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over the link bytes count once, within memory twice, as read and as written; little memory is taken."""
+    """Over the link, there and back, bytes count once, within memory twice, as read and as written; little memory is
+    taken."""
     device: Any = Clocked()
     monkeypatch.setattr(rates, "perf_counter", lambda: device.now)
     numbers = rates.measure_gpu(device)
-    assert numbers == {"link": pytest.approx(5e9), "memory": pytest.approx(2e11)}
+    assert numbers == {"link": pytest.approx(5e9), "back": pytest.approx(4e9), "memory": pytest.approx(2e11)}
     found = rates.gpu_rates(numbers)
     assert found.link_bytes_per_s == numbers["link"]
     assert all(0.5 < speed / numbers["memory"] <= 1.0 for speed in found.weight_bytes_per_s.values())

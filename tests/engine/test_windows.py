@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvs_core.engine.budget import Budget, plan_budget
@@ -16,7 +17,7 @@ from kvs_core.models.registry import read_spec
 from kvs_core.models.spec import LayerKind, LayerSpec
 from kvs_core.paging.geometry import GROUP_PAGES, KvType, PageGeometry
 from kvs_core.settings.rooms import ContextSettings, KvSettings, LayerWindow
-from tests.engine.tiny import kv_settings
+from tests.engine.tiny import engine, kv_settings, run, text
 
 LAYERS = [
     LayerSpec(index, LayerKind.FULL, heads=2, kv_heads=1, k_dim=64, v_dim=64, kv_index=number)
@@ -43,6 +44,18 @@ def test_tokens_become_pages_that_hold_them_wherever_the_last_page_ends() -> Non
     # 256 pages in all; 17 and the rest of a group; what 512 rows write and the rest of a group.
     assert windows_of(WINDOW).resident_slots == 3 * 20
     assert windows_of(replace(WINDOW, window_layers=layers)).resident_slots == 256 + 6 + 256
+
+
+def test_a_layer_that_slides_needs_no_window() -> None:
+    """It never streams; the others do need one."""
+    layers = [LAYERS[0], replace(LAYERS[1], window=512), LAYERS[2]]
+    said = replace(WINDOW, window_tokens=None, window_layers=(LayerWindow(3, 3, 4096), LayerWindow(11, 11, None)))
+    sizes = {"context_tokens": 65536, "step_rows": 512, "head_pages": 0}
+    planned = plan_windows(layers, 12, said, GEOMETRY, **sizes)
+    assert planned is not None
+    assert planned.pages == (17, None, None)
+    with pytest.raises(SettingsError, match="layer 7 has no window"):
+        plan_windows(LAYERS, 12, said, GEOMETRY, **sizes)
 
 
 def test_other_modes_have_no_windows() -> None:
@@ -120,3 +133,16 @@ def test_an_arena_for_windows_holds_them_and_the_ring_alone(tiny_llama: Path) ->
         budget(tiny_llama, kv, resident + 7)
     with pytest.raises(BudgetError):
         budget(tiny_llama, replace(kv, ring_tiles=3), resident + 23)
+
+
+def test_a_pool_that_holds_every_page_has_a_ring_all_the_same(tiny_llama: Path) -> None:
+    """A step that fills the context writes every page, so the pool has no room beside; one that writes a row streams
+    what its window leaves out."""
+    logits = []
+    for kv in (kv_settings(), kv_settings(residency_mode="window", window_tokens=32)):
+        with engine(tiny_llama, kv=kv, pool=1.0, fixed=True, ubatch=512) as built:
+            logits.append(run(built, text(built.spec.n_vocab, 200), [7]))
+            stats = built.report().stats
+            assert stats.pool_pages == 4 * 16
+    assert stats.streamed_pages_per_step == 4 * 4
+    assert np.array_equal(logits[0], logits[1])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -29,8 +30,9 @@ from kvs_core.device.workspace import BufferSpec
 from kvs_core.memory.phases import Phase
 from tests.cuda_on_cpu import memory
 from tests.cuda_on_cpu.launcher import CpuLauncher
+from tests.cuda_on_cpu.path import launcher_on, on_path
 
-_DEVICES = ["cuda"] if os.environ.get("KVS_TEST_GPU_ONLY") else ["cuda_on_cpu", "cuda"]
+DEVICES = ["cuda"] if os.environ.get("KVS_TEST_GPU_ONLY") else ["cuda_on_cpu", "cuda"]
 
 
 class Lab(ABC):
@@ -76,8 +78,9 @@ class CpuLab(Lab):
 
     on_gpu = False
 
-    def __init__(self) -> None:
-        self.launcher = _cpu_launcher()
+    def __init__(self, path: str = "") -> None:
+        """``path``: what KVS_CUDA_PATH says."""
+        self.launcher = _cpu_launcher(path)
 
     def array(self, values: np.ndarray) -> np.ndarray:
         buffer = memory.poisoned(values.shape, values.dtype)
@@ -97,11 +100,12 @@ class GpuLab(Lab):
 
     on_gpu = True
 
-    def __init__(self) -> None:
+    def __init__(self, path: str = "") -> None:
+        """``path``: what KVS_CUDA_PATH says; "": what it says to the tests."""
         import cupy
 
         self._cupy = cupy
-        self.launcher = _gpu_launcher()
+        self.launcher = _gpu_launcher(path)
 
     def array(self, values: np.ndarray) -> Any:
         self._cupy.cuda.Device().synchronize()
@@ -127,29 +131,35 @@ def _found() -> CudaFound | str:
 
 
 @cache
-def _cpu_launcher() -> CpuLauncher:
-    return CpuLauncher()
+def _cpu_launcher(path: str) -> CpuLauncher:
+    return CpuLauncher(**launcher_on(path))
 
 
 @cache
-def _gpu_launcher() -> Any:
+def _gpu_launcher(path: str) -> Any:
     from kvs_core.device.cuda.cupy_runtime import CupyRuntime
 
-    runtime = CupyRuntime(0)
+    with on_path(path) if path else nullcontext():
+        runtime = CupyRuntime(0)
     launcher: Any = runtime.launcher
     launcher.gemm = runtime.gemm.gemm
     launcher.runtime = runtime   # it owns the streams
     return launcher
 
 
-@pytest.fixture(params=_DEVICES)
+@pytest.fixture(params=DEVICES)
 def lab(request: pytest.FixtureRequest) -> Iterator[Lab]:
     """One per device; see ``Lab``."""
-    if request.param == "cuda_on_cpu":
-        yield CpuLab()
+    yield from lab_of(request.param)
+
+
+def lab_of(device: str, path: str = "") -> Iterator[Lab]:
+    """The lab of a device, on a path of the kernels; skips the test if there is none."""
+    if device == "cuda_on_cpu":
+        yield CpuLab(path)
         memory.check_slack()
         return
     found = _found()
     if not isinstance(found, CudaFound):
         pytest.skip(found)
-    yield GpuLab()
+    yield GpuLab(path)

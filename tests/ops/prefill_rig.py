@@ -89,15 +89,27 @@ class Case:
             pages = np.stack([kv_pages.pack(page, g.kv_heads) for page in pages])
         return pages
 
-    def expected(self) -> np.ndarray:
-        """Softmax attention in float64 over the numbers as stored, with V's rotation undone, and gated: [T, H * Dv]."""
+    def _stored(self, part: int) -> np.ndarray:
+        """K (0) or V (1) as stored, float64 [G, S, D]."""
         both = [kv_pages.dequantise(page, self.geometry) for page in self.pages]
-        k, v = (np.concatenate([pair[i] for pair in both], axis=1).astype(np.float64) for i in (0, 1))   # [G, S, D]
+        return np.concatenate([pair[part] for pair in both], axis=1).astype(np.float64)
+
+    def _scores(self) -> np.ndarray:
+        """In units of log2, float64 [T, G, R, S]; -inf of keys that a row does not see."""
+        k = self._stored(0)
         q = self.q.astype(np.float64).reshape(self.rows, self.geometry.kv_heads, self.per_kv_head, -1)
         scores = np.einsum("tgrd,gsd->tgrs", q, k)
         ahead = np.arange(k.shape[1]) - self.position - np.arange(self.rows)[:, None]
         hidden = (ahead > 0) | (ahead <= -self.window if self.window else False)
-        scores = np.where(hidden[:, None, None], -np.inf, scores)
+        return np.where(hidden[:, None, None], -np.inf, scores)
+
+    def log_sums(self) -> np.ndarray:
+        """ln of the sum of the weights that a softmax divides by, float64 [T, H]."""
+        return np.log(np.exp2(self._scores()).sum(axis=-1)).reshape(self.rows, -1)
+
+    def expected(self) -> np.ndarray:
+        """Softmax attention in float64 over the numbers as stored, with V's rotation undone, and gated: [T, H * Dv]."""
+        scores, v = self._scores(), self._stored(1)
         weights = np.exp2(scores - scores.max(axis=-1, keepdims=True))
         weights /= weights.sum(axis=-1, keepdims=True)
         out = np.einsum("tgrs,gsd->tgrd", weights, v).reshape(self.rows, self.params.heads, -1)

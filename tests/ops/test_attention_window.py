@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvs_core.device.base import AttentionParams, StepInputs
-from kvs_core.device.host.ops import HostOps
+from kvs_core.device.host.ops import HostOps, attention
 from kvs_core.device.host.workers import Team
 from kvs_core.memory.phases import Phase
 from kvs_core.paging.geometry import GROUP_PAGES, SEGMENT_GROUPS, KvType
@@ -157,16 +157,35 @@ def test_what_no_row_sees_is_not_there(kv_type: KvType, window: int) -> None:
                 _same_bits(got, attend(geometry, pages, q, first, window=window))
 
 
-def test_a_row_does_not_meet_what_another_sees() -> None:
+@pytest.mark.parametrize("window", [3, 40])   # that begins and ends in one page, in two
+def test_a_row_does_not_meet_what_another_sees(window: int) -> None:
     """Infinite and NaN values that only the first rows see, or only the last, leave the other rows' bits alone."""
     context = Context(geometry_of(k_type=KvType.F32, v_type=KvType.F32), tokens=301)
-    q, window = context.q(6), 40   # the row at 295 + t sees [256 + t, 296 + t)
+    q, first = context.q(6), 296 - window   # the row at 295 + t sees [first + t, 296 + t)
     clean = decode(context.geometry, context.pages(), q, 295, window=window)
-    context.v[256], context.v[257], context.k[256] = np.inf, np.nan, np.nan
+    context.v[first], context.v[first + 1], context.k[first] = np.inf, np.nan, np.nan
     context.v[300], context.v[299] = np.nan, -np.inf
     spoiled = decode(context.geometry, context.pages(), q, 295, window=window)
     _same_bits(spoiled[2:4], clean[2:4])
     assert not np.isfinite(spoiled[[0, 1, 4, 5]]).any()
+
+
+@pytest.mark.parametrize("window", [0, 1, 40, 1000])
+def test_sums_of_prefill(window: int) -> None:
+    """ln of the sum of exp(score) of each row and head over what the row sees, as float64 has it."""
+    tokens, rows = 300, 50
+    context = Context(geometry_of(k_type=KvType.F32, v_type=KvType.F16), tokens)
+    pages, q = context.pages(), context.q(rows)
+    running = np.full((rows, 6, context.geometry.v_dim + 2), np.nan, np.float32)
+    attention.attend_prefill(
+        q, pages, context.geometry, range(len(pages)), range(len(pages)), running, fresh=True,
+        first_position=tokens - rows, window=window,
+    )
+    scores = np.einsum("thd,shd->ths", q.astype(np.float64), np.repeat(context.k, context.rep, axis=1))
+    ahead = np.arange(tokens) - np.arange(tokens - rows, tokens)[:, None]
+    hidden = (ahead > 0) | (ahead <= -window if window else False)
+    expected = np.log(np.where(hidden[:, None], 0, np.exp(scores)).sum(axis=-1))
+    np.testing.assert_allclose(HostOps.log_sums(HostOps.prefill_sums(running)), expected, rtol=0, atol=1e-5)
 
 
 def test_the_window_of_a_layer_is_its_own() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from kvs_core.device.base import RopeTable
 from kvs_core.device.cuda.cuda_ops import CudaOps
+from kvs_core.memory.phases import Phase
 from kvs_core.paging.geometry import GROUP_PAGES, SEGMENT_GROUPS, KvType, PageGeometry
 from tests.ops import kv_pages, prefill_rig
 from tests.ops.decode_rig import Case, Recorder, attend, geometry_of, plain_plan, roomy, same_bits, streamed_plan
@@ -150,6 +151,16 @@ def test_prefill_of_every_window(lab: Any, window: int, per_kv_head: int) -> Non
     """Fewer rows than the window has keys and more, in one block of queries and several."""
     for rows, position in ((7, 300), (150, 200), (90, 0)):
         check_prefill(lab, prefill_rig.Case(PREFILL, rows, position, per_kv_head, window=window))
+
+
+@pytest.mark.parametrize("window", [0, 1, 33, 200])
+@pytest.mark.parametrize("geometry", [PREFILL, FRAGMENTS], ids=["rows", "fragments"])
+def test_sums_of_prefill(lab: Any, geometry: PageGeometry, window: int) -> None:
+    """ln of the sum of the weights of each row and head, as float64 has it, for any window."""
+    case = prefill_rig.Case(geometry, rows=20, position=270, per_kv_head=3, window=window)
+    running, _ = prefill_rig.attend(lab, case)
+    ops = CudaOps(lab.context(case.rows, phase=Phase.PREFILL), lab.launcher, lab.array)
+    np.testing.assert_allclose(ops.log_sums(ops.prefill_sums(running)), case.log_sums(), rtol=0, atol=CLOSE)
 
 
 @pytest.mark.parametrize("shared_kib", [227, 64])

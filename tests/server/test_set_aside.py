@@ -99,6 +99,20 @@ def test_restoring_what_goes_on_with_the_conversation_in_hand_keeps_no_second_on
         go_on(server, told)
 
 
+def test_restoring_a_longer_conversation_keeps_the_end_of_the_one_in_hand(path: Path, tmp_path: Path) -> None:
+    """The file begins with all that is in hand, but a model with recurrent layers could not go back to where it ends:
+    the only checkpoint of the file lies behind."""
+    with serve(path, "--slot-save-path", tmp_path, "--ctx-checkpoints", 1) as server:
+        told = say(server, LONG)
+        say(server, [*told, *LONG[:150]], len(told) - 1)
+        server.post("/slots/0?action=save", filename="talk.kvs")
+        server.post("/slots/0?action=erase")
+        assert say(server, LONG) == told
+        server.post("/slots/0?action=restore", filename="talk.kvs")
+        reply = server.post("/completion", prompt=[*told, 5, 6, 7], **ANSWER)
+        assert reply["timings"]["cache_n"] >= len(told) - 1
+
+
 @pytest.mark.parametrize("fault", ["damaged", "short", "foreign", "missing"])
 def test_a_file_that_does_not_fit_changes_nothing(path: Path, tmp_path: Path, fault: str) -> None:
     """Neither the conversation in hand, nor those that are set aside, nor their number."""

@@ -156,6 +156,7 @@ class Rig:
         """True if the step was left."""
         with self.kv.begin(outputs.shape[1], phase) as step:
             assert step.first_position == self.committed
+            self._check_windows()
             tokens = np.zeros(outputs.shape[1], np.int32)
             self.device.begin_step(StepInputs(tokens, step.first_position, 0, phase))
             for layer, (k, v, q) in enumerate(inputs):
@@ -170,6 +171,13 @@ class Rig:
                 return True
             step.settle(keep)
         return False
+
+    def _check_windows(self) -> None:
+        """In a step, a sliding layer has what its rows see, less than a group and a page more, and streams nothing."""
+        for params, places in zip(self.params, self.kv.places(), strict=True):
+            first_seen = max(0, self.committed + 1 - params.window) if params.window else 0
+            assert places.first_page * PAGE <= first_seen < (places.first_page + GROUP_PAGES + 1) * PAGE
+            assert params.window == 0 or not places.streamed
 
     def prefill(self, tokens: int, *, seed: int = 0) -> None:
         """Steps of the widest kind until that many rows are committed."""
@@ -211,12 +219,6 @@ class Rig:
         stats = self.kv.stats()
         assert stats.resident_pages + stats.ring_slots <= stats.pool_pages == self.handover.layout.pool.shape[0]
         assert stats.active_pages <= LAYERS * ceil_div(self.committed, PAGE)
-        for params, places in zip(self.params, self.kv.places(), strict=True):
-            seen = min(self.committed, params.window) if params.window else self.committed
-            assert places.first_page * PAGE <= self.committed - seen
-            # Whole groups leave; a step's rows are in two pages at most and the last step may have been dropped.
-            assert places.first_page == 0 or self.committed - seen - places.first_page * PAGE < 7 * PAGE
-            assert params.window == 0 or not places.streamed
         assert self.device.memory_report() == {"weights": 0, "state": 0, "arena": self.arena.plan.total_bytes}
 
     def close(self) -> None:

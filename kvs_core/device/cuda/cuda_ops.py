@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from kvs_core.device.base import (
     Activation,
     AttentionParams,
@@ -219,6 +221,14 @@ class CudaOps:
     ) -> None:
         """See ``Ops.finish_prefill``."""
         self._attend_prefill.finish_prefill(y, params, geometry, running, out)
+
+    def prefill_sums(self, running: Buffer) -> Buffer:
+        """See ``Ops.prefill_sums``."""
+        return self._attend_prefill.prefill_sums(running)
+
+    def log_sums(self, sums: np.ndarray) -> np.ndarray:
+        """See ``Ops.log_sums``."""
+        return self._attend_prefill.log_sums(sums)
 
     def top_logits(self, logits: Buffer, k: int) -> tuple[Buffer, Buffer] | None:
         """See ``Ops.top_logits``."""

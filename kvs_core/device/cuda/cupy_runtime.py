@@ -100,16 +100,16 @@ class CupyRuntime:
     """GPU ``index``. Device memory is taken from the driver as it is asked for: no pool holds what was given back."""
 
     def __init__(self, index: int = 0) -> None:
-        """Raises ``DeviceError`` if the GPU cannot be used."""
+        """Raises ``DeviceError`` if the GPU cannot be used, ``SettingsError`` as ``CudaModules`` does."""
         import cupy
 
         self._cupy = cupy
         self._index = index
         cupy.cuda.Device(index).use()
         properties = cupy.cuda.runtime.getDeviceProperties(index)
-        self.name = properties["name"].decode()
         compute = cupy.cuda.Stream(non_blocking=True)
         modules = CudaModules(compute.ptr, index)
+        self.name = modules.path.named(properties["name"].decode())
         self.launcher: Launcher = modules
         self._cublas = CublasGemm(compute.ptr, lambda size: self.allocate(size, "the workspace of cuBLAS"))
         self.gemm: Gemm = self._cublas

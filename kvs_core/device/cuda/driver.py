@@ -62,6 +62,18 @@ class Driver:
         """Compute capability times ten."""
         return 10 * self.attribute(index, "capability_major") + self.attribute(index, "capability_minor")
 
+    def memory_bytes(self, index: int) -> int:
+        """All of the GPU's memory."""
+        size = ctypes.c_size_t()
+        self.call("cuDeviceTotalMem_v2", ctypes.byref(size), index)
+        return size.value
+
+    def pci_address(self, index: int) -> str:
+        """Such as 0000:01:00.0: the same whatever CUDA_VISIBLE_DEVICES makes of the order."""
+        text = ctypes.create_string_buffer(32)
+        self.call("cuDeviceGetPCIBusId", text, len(text), index)
+        return text.value.decode().lower()
+
     def primary_context(self, index: int) -> ctypes.c_void_p:
         """The context that CuPy and the CUDA runtime use too; current in this thread afterwards."""
         context = ctypes.c_void_p()
@@ -69,10 +81,10 @@ class Driver:
         self.call("cuCtxSetCurrent", context)
         return context
 
-    def load_module(self, cubin: bytes) -> ctypes.c_void_p:
-        """Compiled code, on the GPU of the current context."""
+    def load_module(self, code: bytes) -> ctypes.c_void_p:
+        """A cubin, or PTX with a zero behind it, on the GPU of the current context."""
         module = ctypes.c_void_p()
-        self.call("cuModuleLoadData", ctypes.byref(module), cubin)
+        self.call("cuModuleLoadData", ctypes.byref(module), code)
         return module
 
     def function(self, module: ctypes.c_void_p, name: str, shared_bytes: int) -> int:

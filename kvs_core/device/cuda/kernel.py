@@ -48,7 +48,7 @@ class Kernel:
 class Launcher(Protocol):
     """Runs kernels on the compute stream.
 
-    arch          compute capability times ten: 90 for sm_90
+    arch          compute capability times ten that kernels are compiled for: 90 for sm_90
     sm_count      multiprocessors
     shared_bytes  of one block at most
     """

@@ -13,12 +13,11 @@ from typing import Any
 from kvs_core.device.cuda.arguments import ArgumentBlock
 from kvs_core.device.cuda.driver import INVALID_CONTEXT, Driver
 from kvs_core.device.cuda.kernel import Kernel, Launcher
-from kvs_core.device.cuda.nvrtc import cached_cubin, compile_cached, nvrtc
+from kvs_core.device.cuda.nvrtc import cached_code, compile_cached, nvrtc
+from kvs_core.device.cuda.path import asked_path, kernel_path
+from kvs_core.device.cuda.requirements import arch_problem, cupy_problem, dotted, driver_problem, extra, nvrtc_problem
 from kvs_core.errors import DeviceError
 from kvs_core.units import Progress
-
-LEAST_ARCH = 75
-"""The first compute capability, times ten, that the kernels are written for."""
 
 # CUlaunchConfig: grid, block, bytes of shared memory, stream, attributes, their number
 _CONFIG = struct.Struct("7IQQI0Q")
@@ -46,18 +45,21 @@ class _Entry:
 class CudaModules(Launcher):
     """Launches on one stream of one GPU, from one thread at a time. Works while the stream is captured.
 
-    Launches with ``overlap`` are programmatic dependent launches; GPUs before sm_90 have none and launch plainly.
+    Launches with ``overlap`` are programmatic dependent launches; where the path has none they are plain.
+
+    path  what kernels are compiled for
     """
 
     def __init__(self, stream: int, index: int = 0) -> None:
-        """``stream``: a CUstream of GPU ``index``. Raises ``DeviceError`` if there is no driver or compiler."""
+        """``stream``: a CUstream of GPU ``index``. Raises ``DeviceError`` if there is no driver or compiler,
+        ``SettingsError`` for a path that this GPU cannot run."""
         self._driver = Driver()
         self._context = self._driver.primary_context(index)
-        self.arch = self._driver.arch(index)
+        self.path = kernel_path(self._driver.arch(index), self._driver.attribute(index, "shared_bytes"))
+        self.arch, self.shared_bytes = self.path.arch, self.path.shared_bytes
         self.sm_count = self._driver.attribute(index, "sm_count")
-        self.shared_bytes = self._driver.attribute(index, "shared_bytes")
         self._stream = stream
-        self._can_overlap = self.arch >= 90
+        self._can_overlap = self.path.can_overlap
         self._plain = True
         self._modules: dict[_Unit, ctypes.c_void_p] = {}
         self._functions: dict[Kernel, int] = {}
@@ -76,11 +78,11 @@ class CudaModules(Launcher):
         missing: list[_Unit] = []
         for unit in units:
             if unit not in self._modules:
-                cubin = cached_cubin(*unit, self.arch)
-                if cubin is None:
+                code = cached_code(*unit, self.path.target)
+                if code is None:
                     missing.append(unit)
                 else:
-                    self._modules[unit] = self._load(unit, cubin)
+                    self._modules[unit] = self._load(unit, code)
         if progress:
             progress(len(units) - len(missing), len(units))
         if missing:
@@ -112,11 +114,11 @@ class CudaModules(Launcher):
     def _compile(self, missing: Sequence[_Unit], total: int, progress: Progress | None) -> None:
         done = total - len(missing)
         with ThreadPoolExecutor(min(_COMPILERS, os.cpu_count() or 1), "kvs-compile") as pool:
-            jobs = {pool.submit(compile_cached, *unit, self.arch): unit for unit in missing}
+            jobs = {pool.submit(self._compiled, unit): unit for unit in missing}
             try:
                 for job in as_completed(jobs):
                     unit = jobs[job]
-                    self._modules[unit] = self._load(unit, job.result())
+                    self._modules[unit] = job.result()
                     done += 1
                     if progress:
                         progress(done, total)
@@ -124,13 +126,19 @@ class CudaModules(Launcher):
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
 
-    def _load(self, unit: _Unit, cubin: bytes) -> ctypes.c_void_p:
+    def _compiled(self, unit: _Unit) -> ctypes.c_void_p:
+        """A new module, made in a thread of its own: what the driver makes of PTX takes as long as NVRTC's part."""
+        code = compile_cached(*unit, self.path.target)
+        self._driver.call("cuCtxSetCurrent", self._context)
+        return self._load(unit, code)
+
+    def _load(self, unit: _Unit, code: bytes) -> ctypes.c_void_p:
         try:
-            return self._driver.load_module(cubin)
+            return self._driver.load_module(code)
         except DeviceError as error:
             raise DeviceError(
-                f"{unit[0]}: {error}; compiled by NVRTC {_dotted(nvrtc().version)} for a driver of CUDA "
-                f"{_dotted(self._driver.cuda_version)}: update the driver if that is older"
+                f"{unit[0]}: {error}; compiled by NVRTC {dotted(nvrtc().version)} for a driver of CUDA "
+                f"{dotted(self._driver.cuda_version)}: update the driver if that is older"
             ) from error
 
     def _enter(self, kernel: Kernel) -> _Entry:
@@ -167,47 +175,41 @@ class CudaFound:
 
 
 def find_cuda(index: int = 0) -> CudaFound | str:
-    """GPU ``index``, or in one line why it cannot be used and what to do."""
+    """GPU ``index``, or in one line why it cannot be used and what to do.
+
+    Raises ``SettingsError`` for a path of the kernels that is none, or none of this GPU: no other device makes it good.
+    """
+    asked_path()
     try:
         driver = Driver()
         gpus = driver.gpus
         if index >= gpus:
             return f"there is no GPU {index}; the driver sees {gpus}, counted from 0"
         name, arch, knows = driver.name(index), driver.arch(index), driver.cuda_version
-        if arch < LEAST_ARCH:
-            return f"GPU {index}, {name}, has compute capability {arch / 10}; {LEAST_ARCH / 10} or newer is needed"
-        problem = _cupy_problem(knows)
+        problem = arch_problem(index, name, arch) or driver_problem(knows) or cupy_problem(knows, cupy_cuda(knows))
         if problem:
             return problem
         compiler = nvrtc()
-        if compiler.version[0] > knows[0]:
-            return (
-                f"the driver knows CUDA {_dotted(knows)}, the compiler NVRTC is {_dotted(compiler.version)}; update "
-                "the driver, or pip install 'kvs-llm[cuda12]'"
-            )
-        if not compiler.supports(arch):
-            return f"NVRTC {_dotted(compiler.version)} does not know sm_{arch} ({name}); install a newer one"
+        problem = nvrtc_problem(knows, compiler.version)
+        if problem:
+            return problem
+        compiled_for = kernel_path(arch, driver.attribute(index, "shared_bytes")).arch
+        if not compiler.supports(compiled_for):
+            return f"NVRTC {dotted(compiler.version)} does not know sm_{compiled_for} ({name}); install a newer one"
     except DeviceError as error:
         return str(error)
-    return CudaFound(index, name, arch, _dotted(knows), _dotted(compiler.version))
+    return CudaFound(index, name, arch, dotted(knows), dotted(compiler.version))
 
 
-def _cupy_problem(driver_cuda: tuple[int, int]) -> str:
-    wanted = "cuda13" if driver_cuda[0] >= 13 else "cuda12"
+def cupy_cuda(driver_cuda: tuple[int, int] | None) -> tuple[int, int]:
+    """The CUDA that CuPy is built for. ``DeviceError`` if it cannot be loaded, with the extra for that driver."""
     try:
         import cupy
     except ImportError as error:
         if isinstance(error, ModuleNotFoundError) and error.name == "cupy":
-            return f"CuPy is not installed; pip install 'kvs-llm[{wanted}]'"
-        return f"CuPy cannot be loaded ({str(error).splitlines()[0]}); pip install 'kvs-llm[{wanted}]'"
-    built = cupy.cuda.runtime.runtimeGetVersion() // 1000
-    if built > driver_cuda[0]:
-        return (
-            f"the driver knows CUDA {_dotted(driver_cuda)}, CuPy is built for {built}; update the driver, or remove "
-            f"that CuPy and pip install 'kvs-llm[{wanted}]'"
-        )
-    return ""
-
-
-def _dotted(version: tuple[int, int]) -> str:
-    return ".".join(map(str, version))
+            raise DeviceError(f"CuPy is not installed; pip install '{extra(driver_cuda)}'") from None
+        raise DeviceError(
+            f"CuPy cannot be loaded ({str(error).splitlines()[0]}); pip install '{extra(driver_cuda)}'"
+        ) from error
+    version = cupy.cuda.runtime.runtimeGetVersion()
+    return version // 1000, version % 1000 // 10

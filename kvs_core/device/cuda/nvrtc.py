@@ -1,7 +1,7 @@
 """CUDA sources compiled at run time by NVRTC, called through ctypes: several threads compile at once, and no CuPy is
-needed. Compiled code (cubins) is kept on disk:
+needed. What comes of them is kept on disk, code of a GPU (cubins) or PTX, which the driver turns into code of its GPU:
 
-    KVS_CACHE_DIR, else XDG_CACHE_HOME/kvs, else ~/.cache/kvs      there kernels/<source>-<hash>.cubin
+    KVS_CACHE_DIR, else XDG_CACHE_HOME/kvs, else ~/.cache/kvs      there kernels/<source>-<hash>.cubin or .ptx
 
 The hash covers the source, everything in ``cuda_src/common``, the options and NVRTC's version; the file begins with
 the hash of what follows, so that a damaged one is compiled again.
@@ -15,8 +15,11 @@ import ctypes
 import hashlib
 import logging
 import os
+import shutil
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -61,8 +64,9 @@ class Nvrtc:
         self._call("nvrtcGetSupportedArchs", archs)
         return arch in archs
 
-    def compile(self, source: str, defines: Defines, arch: int) -> bytes:
-        """The cubin of ``cuda_src/source`` for compute capability ``arch`` / 10. May run in several threads.
+    def compile(self, source: str, defines: Defines, target: str) -> bytes:
+        """``cuda_src/source`` for ``target``: the cubin of sm_90, say, or the PTX of compute_80, a zero behind it. May
+        run in several threads.
 
         Raises ``DeviceError`` with the first error that NVRTC reports.
         """
@@ -70,17 +74,19 @@ class Nvrtc:
         text = (SOURCES / source).read_bytes()
         self._call("nvrtcCreateProgram", ctypes.byref(program), text, source.encode(), 0, None, None)
         try:
-            options = [option.encode() for option in (*_options(defines, arch), f"-I{SOURCES}")]
+            options = [option.encode() for option in (*_options(defines, target), f"-I{SOURCES}")]
             array = (ctypes.c_char_p * len(options))(*options)
             status = self._library.nvrtcCompileProgram(program, len(options), array)
             if status:
                 log = self._bytes("nvrtcGetProgramLogSize", "nvrtcGetProgramLog", program).rstrip(b"\0").decode()
-                LOGGER.debug("%s %s for sm_%d:\n%s", source, dict(defines), arch, log)
+                LOGGER.debug("%s %s for %s:\n%s", source, dict(defines), target, log)
                 first = next((line for line in log.splitlines() if "error" in line), self._meaning(status))
                 raise DeviceError(
-                    f"{source} {dict(defines)} does not compile for sm_{arch} with NVRTC "
+                    f"{source} {dict(defines)} does not compile for {target} with NVRTC "
                     f"{'.'.join(map(str, self.version))}: {first}"
                 )
+            if _is_ptx(target):
+                return self._bytes("nvrtcGetPTXSize", "nvrtcGetPTX", program)
             return self._bytes("nvrtcGetCUBINSize", "nvrtcGetCUBIN", program)
         finally:
             self._library.nvrtcDestroyProgram(ctypes.byref(program))
@@ -110,35 +116,35 @@ def nvrtc() -> Nvrtc:
     return Nvrtc()
 
 
-def compile_only(source: str, defines: Defines, arch: int) -> bytes:
-    """The cubin of a source, without the cache and without a GPU."""
-    return nvrtc().compile(source, defines, arch)
+def compile_only(source: str, defines: Defines, target: str) -> bytes:
+    """A source for ``target``, see ``Nvrtc.compile``, without the cache and without a GPU."""
+    return nvrtc().compile(source, defines, target)
 
 
-def cached_cubin(source: str, defines: Defines, arch: int) -> bytes | None:
-    """The cubin that an earlier run left on disk."""
-    path = _cache_path(source, defines, arch)
+def cached_code(source: str, defines: Defines, target: str) -> bytes | None:
+    """What an earlier run left on disk."""
+    path = _cache_path(source, defines, target)
     try:
         kept = path.read_bytes()
     except OSError:
         return None
-    digest, cubin = kept[:_DIGEST_BYTES], kept[_DIGEST_BYTES:]
-    return cubin if hashlib.sha256(cubin).digest() == digest else None
+    digest, code = kept[:_DIGEST_BYTES], kept[_DIGEST_BYTES:]
+    return code if hashlib.sha256(code).digest() == digest else None
 
 
-def compile_cached(source: str, defines: Defines, arch: int) -> bytes:
-    """Compile, and leave the cubin on disk for the next run. A disk that takes nothing costs a warning."""
-    cubin = compile_only(source, defines, arch)
-    path = _cache_path(source, defines, arch)
+def compile_cached(source: str, defines: Defines, target: str) -> bytes:
+    """Compile, and leave what comes of it on disk for the next run. A disk that takes nothing costs a warning."""
+    code = compile_only(source, defines, target)
+    path = _cache_path(source, defines, target)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # Under another name first: a process that is killed, or another one that reads, finds all or nothing.
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", delete=False) as file:
-            file.write(hashlib.sha256(cubin).digest() + cubin)
+            file.write(hashlib.sha256(code).digest() + code)
         os.replace(file.name, path)
     except OSError as error:
         _warn_once(f"compiled kernels cannot be kept in {path.parent}: {error.strerror}; set KVS_CACHE_DIR")
-    return cubin
+    return code
 
 
 @cache
@@ -146,14 +152,19 @@ def _warn_once(message: str) -> None:
     LOGGER.warning("%s", message)
 
 
-def _options(defines: Defines, arch: int) -> tuple[str, ...]:
-    return ("-std=c++17", f"-arch=sm_{arch}", "-ftz=true", *(f"-D{name}={value}" for name, value in defines))
+def _is_ptx(target: str) -> bool:
+    return target.startswith("compute_")
 
 
-def _cache_path(source: str, defines: Defines, arch: int) -> Path:
-    parts = (_sources_digest(source), *_options(defines, arch), *map(str, nvrtc().version))
+def _options(defines: Defines, target: str) -> tuple[str, ...]:
+    return ("-std=c++17", f"-arch={target}", "-ftz=true", *(f"-D{name}={value}" for name, value in defines))
+
+
+def _cache_path(source: str, defines: Defines, target: str) -> Path:
+    parts = (_sources_digest(source), *_options(defines, target), *map(str, nvrtc().version))
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
-    return cache_root() / "kernels" / f"{Path(source).stem}-{digest}.cubin"
+    ending = "ptx" if _is_ptx(target) else "cubin"
+    return cache_root() / "kernels" / f"{Path(source).stem}-{digest}.{ending}"
 
 
 def cache_root() -> Path:
@@ -161,6 +172,39 @@ def cache_root() -> Path:
     if own := os.environ.get("KVS_CACHE_DIR"):
         return Path(own)
     return Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")) / "kvs"
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCache:
+    """Compiled kernels on disk.
+
+    writable         whether the next one could be kept, also where the folder is still to be made
+    disk_free_bytes  None if the disk does not tell
+    """
+
+    folder: Path
+    entries: int
+    size_bytes: int
+    writable: bool
+    disk_free_bytes: int | None
+
+
+def kernel_cache() -> KernelCache:
+    """Its state now. Leaves nothing behind."""
+    folder = cache_root() / "kernels"
+    sizes = []
+    with suppress(OSError):
+        sizes = [path.stat().st_size for path in folder.iterdir() if path.suffix in (".cubin", ".ptx")]
+    above = next(place for place in (folder.absolute(), *folder.absolute().parents) if os.path.exists(place))
+    try:
+        with tempfile.TemporaryFile(dir=above):
+            writable = True
+    except OSError:
+        writable = False
+    free = None
+    with suppress(OSError):
+        free = shutil.disk_usage(above).free
+    return KernelCache(folder, len(sizes), sum(sizes), writable, free)
 
 
 @cache

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import platform
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -10,6 +12,8 @@ from threadpoolctl import ThreadpoolController  # type: ignore[import-untyped]
 
 _CGROUP = Path("/sys/fs/cgroup")
 _CPUS = Path("/sys/devices/system/cpu")
+_INSTRUCTION_SETS = ("avx", "avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile",
+                     "asimd", "asimdhp", "asimddp", "sve", "sve2")
 
 
 def available_cores() -> int:
@@ -28,20 +32,67 @@ def available_cores() -> int:
 
 def available_ram_bytes() -> int:
     """RAM that can be taken without pushing anything else out, within the container's limit if there is one."""
-    available = None
-    for line in (_text(Path("/proc/meminfo")) or "").splitlines():
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            available = int(value.split()[0]) * 1024
+    available = _meminfo_bytes("MemAvailable")
     if available is None:
-        available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit, used = _text(_CGROUP / "memory.max"), _text(_CGROUP / "memory.current")
-    if limit and used and limit.isdecimal() and used.isdecimal():
-        # Pages of files count as used, but give way.
-        stat = dict(line.split() for line in (_text(_CGROUP / "memory.stat") or "").splitlines())
-        files = int(stat.get("active_file", 0)) + int(stat.get("inactive_file", 0))
-        available = min(available, int(limit) - max(0, int(used) - files))
+        available = total_ram_bytes()
+    limit = memory_limit_bytes()
+    if limit is not None:
+        folder, _, used_name, prefix = _memory_cgroup()
+        used = _text(folder / used_name)
+        if used and used.isdecimal():
+            # Pages of files count as used, but give way.
+            stat = dict(line.split() for line in (_text(folder / "memory.stat") or "").splitlines())
+            files = sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
+            available = min(available, limit - max(0, int(used) - files))
     return max(0, available)
+
+
+def total_ram_bytes() -> int:
+    """The machine's RAM, whatever a container may have of it."""
+    return _meminfo_bytes("MemTotal") or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def memory_limit_bytes() -> int | None:
+    """The container's limit of RAM; None if there is none below what the machine has."""
+    folder, limit_name, _, _ = _memory_cgroup()
+    limit = _text(folder / limit_name)
+    return int(limit) if limit and limit.isdecimal() and int(limit) < total_ram_bytes() else None
+
+
+def cpu_model() -> str:
+    """What the processor calls itself, or what is known instead."""
+    lines = (_text(Path("/proc/cpuinfo")) or "").splitlines()
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, "") or platform.processor() or platform.machine()
+
+
+def instruction_sets() -> tuple[str, ...]:
+    """Those of the processor, as Linux names them, that matter for products; empty if Linux does not say."""
+    for line in (_text(Path("/proc/cpuinfo")) or "").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            has = set(value.split())
+            return tuple(each for each in _INSTRUCTION_SETS if each in has)
+    return ()
+
+
+@dataclass(frozen=True, slots=True)
+class BlasLibrary:
+    """A BLAS that is loaded. architecture: the processor whose code it took; threads: as it started."""
+
+    name: str
+    version: str | None
+    architecture: str | None
+    threads: int
+
+
+def blas_libraries() -> tuple[BlasLibrary, ...]:
+    """Those of this process. NumPy's are among them if NumPy is loaded before the first question about threads."""
+    pools = [pool for pool in _blas().info() if pool["user_api"] == "blas"]
+    return tuple(
+        BlasLibrary(str(pool["internal_api"]), pool.get("version"), pool.get("architecture"), threads)
+        for pool, threads in zip(pools, _first_blas_threads(), strict=True)
+    )
 
 
 def default_threads() -> int:
@@ -68,6 +119,21 @@ def _blas() -> ThreadpoolController:
 def _first_blas_threads() -> tuple[int, ...]:
     """The thread counts that the loaded BLAS libraries started with, before ``use_one_blas_thread``."""
     return tuple(pool["num_threads"] for pool in _blas().info() if pool["user_api"] == "blas")
+
+
+def _memory_cgroup() -> tuple[Path, str, str, str]:
+    """Folder, names of the limit and of what is used, how totals in memory.stat begin; of version 2, else of 1."""
+    if not (_CGROUP / "memory.max").exists() and (_CGROUP / "memory/memory.limit_in_bytes").exists():
+        return _CGROUP / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
+    return _CGROUP, "memory.max", "memory.current", ""
+
+
+def _meminfo_bytes(name: str) -> int | None:
+    for line in (_text(Path("/proc/meminfo")) or "").splitlines():
+        key, _, value = line.partition(":")
+        if key == name:
+            return int(value.split()[0]) * 1024
+    return None
 
 
 def _text(path: Path) -> str | None:

@@ -130,7 +130,8 @@ def instances(arch: int) -> Iterator[Kernel]:
     for k_type, v_type, dim in zip(types, types[5:] + types[:5], (64, 128, 256) * 3, strict=True):
         layers.append((_layer(8, 4, k_type, v_type, dim, dim), 2))
     for heads, kv_heads, k_dim, v_dim, rows in (
-        (4, 4, 80, 80, 1), (4, 4, 96, 96, 8), (32, 8, 128, 128, 8), (9, 3, 64, 64, 8), (8, 1, 32, 96, 3),
+        (4, 4, 80, 80, 1), (4, 4, 96, 96, 8), (32, 8, 128, 128, 8), (40, 8, 128, 128, 8), (9, 3, 64, 64, 8),
+        (8, 1, 32, 96, 3),
     ):
         layers.append((_layer(heads, kv_heads, KvType.F16, KvType.F16, k_dim, v_dim), rows))
     layers.append((_layer(24, 4, KvType.Q8_0, KvType.Q4_0, 256, 256, PageOrder.FRAGMENTS, gated=True, window=1024), 4))

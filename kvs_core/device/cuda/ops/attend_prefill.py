@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from math import log
+
+import numpy as np
 
 from kvs_core.device.base import AttentionParams, Buffer
 from kvs_core.device.cuda.context import Context
@@ -21,6 +24,7 @@ _ATTEND_ARGS = (
 )
 _FINISH_ARGS = (PTR, PTR, PTR, I32, I32, I32, I32)   # running, y, out; rows, heads, columns of y, gated
 _FINISH_WARPS = 8
+_WEIGHT_LOG2 = 8.0   # PARTIAL_WEIGHT_LOG2 of common/partials.cuh: a weight is 2^(score - m + 8)
 
 _WIDEST_FOR_TWO = 128
 """Dims of V up to which registers hold the sums of two query tiles of a warp."""
@@ -76,6 +80,18 @@ class AttendPrefill:
             ),
             shared_bytes=tiling.shared_bytes,
         )
+
+    def prefill_sums(self, running: Buffer) -> Buffer:
+        """See ``Ops.prefill_sums``: (l, m) behind all sums of values."""
+        rows, heads, width = running.shape
+        return running.reshape(-1)[rows * heads * (width - 2) :].reshape(rows, heads, 2)
+
+    def log_sums(self, sums: np.ndarray) -> np.ndarray:
+        """See ``Ops.log_sums``."""
+        wide = sums.astype(np.float64)
+        with np.errstate(all="ignore"):
+            found: np.ndarray = log(2) * (wide[..., 1] - _WEIGHT_LOG2) + np.log(wide[..., 0])
+        return found
 
     def finish_prefill(
         self, y: Buffer, params: AttentionParams, geometry: PageGeometry, running: Buffer, out: Buffer

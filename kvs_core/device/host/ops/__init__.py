@@ -22,6 +22,8 @@ class HostOps:
         self._inputs: StepInputs | None = None
 
     zero_page = staticmethod(kv_write.zero_page)
+    prefill_sums = staticmethod(attention.prefill_sums)
+    log_sums = staticmethod(attention.log_sums)
     gdn_decode = staticmethod(gdn.gdn_decode)
     gdn_apply = staticmethod(gdn.gdn_apply)
     gdn_prefill = staticmethod(gdn.gdn_prefill)

@@ -129,6 +129,18 @@ def finish_prefill(running: F32, out: F32) -> None:
         _normalise(running, out)
 
 
+def prefill_sums(running: F32) -> F32:
+    """l and m of each row and head: [T, H, 2]."""
+    return running[..., -2:]
+
+
+def log_sums(sums: F32) -> npt.NDArray[np.float64]:
+    """ln of the sum of exp(s), float64 [T, H]: m + ln l."""
+    wide = sums.astype(np.float64)
+    with np.errstate(all="ignore"):
+        return wide[..., 1] + np.log(wide[..., 0])
+
+
 def _by_kv_head(q: F32, geometry: PageGeometry) -> F32:
     """[T, H, Dk] to [G, T, rep, Dk]: the rep query heads of each KV head together."""
     return np.ascontiguousarray(q.reshape(len(q), geometry.kv_heads, -1, geometry.k_dim).swapaxes(0, 1))
