@@ -65,7 +65,9 @@ def test_wide_steps_leave_what_single_rows_leave(machine: Machine, models: dict[
                     Left.by(built, play_rounds(built, prompt, rounds, prompt, drafting=drafts, played=shown))
                 )
                 assert runtime.allocations == before
-                assert (built.report().h2d_bytes > 0) == drafts
+                came = built.report().h2d_bytes > 0
+                # Going back brings pages again that a sliding window had passed.
+                assert came == drafts or (came and model == "gemma3")
         outcome[0].check(outcome[1])
         assert played[0].logits == played[1].logits
         assert machine.choose(17, 65) in played[0].widths
