@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 
-from tests.support.tiny_gguf import write_tiny_llama, write_tiny_qwen2, write_tiny_qwen3, write_tiny_qwen35
+from tests.support.tiny_gguf import (
+    write_tiny_llama,
+    write_tiny_qwen2,
+    write_tiny_qwen3,
+    write_tiny_qwen3moe,
+    write_tiny_qwen35,
+    write_tiny_qwen35moe,
+)
 
 
 @pytest.fixture(scope="session")
@@ -35,6 +42,8 @@ def tiny_models(tiny_qwen35: Path, tiny_llama: Path, tmp_path_factory: pytest.Te
         "llama": tiny_llama,
         "qwen2": write_tiny_qwen2(folder / "qwen2.gguf", seed=2),
         "qwen3": write_tiny_qwen3(folder / "qwen3.gguf", seed=2),
+        "qwen3moe": write_tiny_qwen3moe(folder / "qwen3moe.gguf", seed=2),
+        "qwen35moe": write_tiny_qwen35moe(folder / "qwen35moe.gguf", seed=2),
     }
 
 

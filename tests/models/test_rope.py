@@ -36,7 +36,14 @@ from kvs_core.settings.rooms import AS_IN_FILE, RopeSettings
 from tests.models.dense_kv import DenseKv
 from tests.support import llamacpp
 from tests.support.float_copy import copy_metadata
-from tests.support.tiny_gguf import write_tiny_llama, write_tiny_qwen2, write_tiny_qwen3, write_tiny_qwen35
+from tests.support.tiny_gguf import (
+    write_tiny_llama,
+    write_tiny_qwen2,
+    write_tiny_qwen3,
+    write_tiny_qwen3moe,
+    write_tiny_qwen35,
+    write_tiny_qwen35moe,
+)
 
 PLAIN = RopeSpec(
     n_rot=64, interleaved=True, freq_base=10000.0, scaling="linear", scale=1.0, orig_ctx=2048, attn_factor=1.0
@@ -226,6 +233,7 @@ def copy_with_keys(
 
 WRITERS = {
     "llama": write_tiny_llama, "qwen2": write_tiny_qwen2, "qwen3": write_tiny_qwen3, "qwen35": write_tiny_qwen35,
+    "qwen3moe": write_tiny_qwen3moe, "qwen35moe": write_tiny_qwen35moe,
 }
 TOKENS = np.random.default_rng(0).integers(0, 256, 96).astype(np.int32)
 YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64}
