@@ -123,3 +123,4 @@ def test_of_equal_logits_the_lower_number_wins() -> None:
     assert chosen.tolist() == [[1, 2], [0, 1], [1, 3]]
     larger = 1 / (1 + np.exp(-1))
     np.testing.assert_allclose(weights, [[0.5, 0.5], [0.5, 0.5], [larger, 1 - larger]], rtol=1e-6)
+    assert choose(np.ones((1, 256), np.float32), 8)[0].tolist() == [list(range(8))]
