@@ -12,7 +12,9 @@ from tests.support.tiny_gguf import (
     write_tiny_llama,
     write_tiny_qwen2,
     write_tiny_qwen3,
+    write_tiny_qwen3moe,
     write_tiny_qwen35,
+    write_tiny_qwen35moe,
 )
 
 
@@ -42,6 +44,8 @@ def tiny_models(tiny_qwen35: Path, tiny_llama: Path, tmp_path_factory: pytest.Te
         "qwen2": write_tiny_qwen2(folder / "qwen2.gguf", seed=2),
         "qwen3": write_tiny_qwen3(folder / "qwen3.gguf", seed=2),
         "gemma3": write_tiny_gemma3(folder / "gemma3.gguf", seed=2, n_layer=6, pattern=[True, False, False] * 2),
+        "qwen3moe": write_tiny_qwen3moe(folder / "qwen3moe.gguf", seed=2),
+        "qwen35moe": write_tiny_qwen35moe(folder / "qwen35moe.gguf", seed=2),
     }
 
 
