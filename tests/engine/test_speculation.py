@@ -218,7 +218,7 @@ BOTH = Drafting(nextn=True, resident=True)
 
 @settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    model=st.sampled_from(["qwen35", "qwen35", "llama"]), prompt=st.integers(1, 330), rounds=ROUNDS,
+    model=st.sampled_from(["qwen35", "qwen35moe", "llama"]), prompt=st.integers(1, 330), rounds=ROUNDS,
     pool=st.sampled_from([None, 0.0, 0.2]), ring=st.sampled_from([0, 1, 4]), seed=st.integers(0, 99),
 )
 @example(
@@ -226,12 +226,11 @@ BOTH = Drafting(nextn=True, resident=True)
     rounds=[Round("next", 8, 8, 8), Round("resident", 8, 8, 8), Round("next", 8, 8, 1), Round("resident", 8, 1, 0)] * 2,
 )
 def test_rejections_leave_no_trace(
-    tiny_qwen35: Path, tiny_llama: Path, model: str, prompt: int, rounds: list[Round], pool: float | None, ring: int,
-    seed: int,
+    tiny_models: dict[str, Path], model: str, prompt: int, rounds: list[Round], pool: float | None, ring: int, seed: int
 ) -> None:
     """Whatever was drafted, by whom, and how much of it was taken back: keys and values, the MTP block's among them,
     recurrent states, and all that is computed next are those of a run of the kept rows alone."""
-    path, drafting = (tiny_qwen35, BOTH) if model == "qwen35" else (tiny_llama, Drafting(resident=True))
+    path, drafting = tiny_models[model], Drafting(resident=True) if model == "llama" else BOTH
     if not drafting.nextn:
         rounds = [Round("", *_rest(each)) if each.kind == "next" else each for each in rounds]
     kv = kv_settings(ring_slots=ring)
