@@ -13,7 +13,7 @@ from kvs_core.device.host.machine import available_ram_bytes
 from kvs_core.engine.budget import Budget, arena_for, plan_budget
 from kvs_core.memory.phases import Phase
 from kvs_core.models.recurrent import state_bytes
-from kvs_core.models.spec import LayerSpec, ModelSpec
+from kvs_core.models.spec import ExpertSpec, LayerSpec, ModelSpec
 from kvs_core.paging.geometry import PageGeometry
 from kvs_core.paging.residency import Observation, ResidencyState, residency_step
 from kvs_core.sampling.params import METADATA_PARAMS, SamplingParams
@@ -78,8 +78,15 @@ def _model(model: OpenModel) -> Section:
         "n_layer": spec.n_layer,
         "n_embd": spec.n_embd,
         "n_ff": spec.n_ff,
+        "experts": _experts(spec.experts),
         "n_vocab": spec.n_vocab,
     }
+
+
+def _experts(experts: ExpertSpec | None) -> Section | None:
+    if experts is None:
+        return None
+    return {"count": experts.count, "used": experts.used, "n_ff": experts.n_ff, "n_shared": experts.n_shared}
 
 
 def _layers(model: OpenModel) -> list[Section]:
@@ -194,7 +201,7 @@ def _sections(facts: Mapping[str, Any]) -> dict[str, dict[str, str]]:
             **({"weights": "random: a synthetic model"} if facts["synthetic"] else {}),
             "tensors": ", ".join(f"{q['tensors']} {q['type']} of {_mib(q['bytes'])}" for q in model["quants"]),
             "context": f"{model['n_ctx_train']:,} tokens trained",
-            "sizes": f"embedding {model['n_embd']}, feed-forward {model['n_ff']}, vocabulary {model['n_vocab']}",
+            "sizes": f"embedding {model['n_embd']}, {_width(model)}, vocabulary {model['n_vocab']}",
         },
         "Layers": _layer_lines(facts["layers"]),
         "Tokenizer": {
@@ -228,6 +235,14 @@ def _sections(facts: Mapping[str, Any]) -> dict[str, dict[str, str]]:
         },
         "Layers at the full context": _planned_lines(plan["layers"]),
     }
+
+
+def _width(model: Section) -> str:
+    experts = model["experts"]
+    if experts is None:
+        return f"feed-forward {model['n_ff']}"
+    shared = f" and one of {experts['n_shared']} for all" if experts["n_shared"] else ""
+    return f"{experts['used']} of {experts['count']} experts of {experts['n_ff']}{shared}"
 
 
 def _layer_lines(groups: list[Section]) -> dict[str, str]:

@@ -29,7 +29,7 @@ def facts(plan: Plan) -> Section:
             "attention_bytes_per_s": rates.attention_bytes_per_s,
             "weight_bytes_per_s": {
                 name: rates.weight_bytes_per_s.get(name, rates.weight_bytes_per_s[""])
-                for name in {**setup.weights.trunk, **setup.weights.head, **setup.weights.nextn}
+                for name in setup.weights.forms
             },
         },
         "memory": {

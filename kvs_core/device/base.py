@@ -88,9 +88,17 @@ class Capabilities:
     kv_pairs: frozenset[tuple[KvType, KvType]]
     head_dims: frozenset[int] | None   # None: any
     max_decode_rows: int
+    experts: bool                      # a mixture of experts can be computed
 
-    def check(self, geometry: PageGeometry) -> None:
-        """Raise ``CapabilityError`` unless pages of this geometry can be written and attended."""
+    def check(self, geometry: PageGeometry, *, experts: bool) -> None:
+        """Raise ``CapabilityError`` unless pages of this geometry can be written and attended.
+
+        experts  the model is a mixture of experts
+        """
+        if experts and not self.experts:
+            raise CapabilityError(
+                f"a mixture of experts has no kernels on {self.device}; use --device cpu, or a dense model"
+            )
         if (geometry.k_type, geometry.v_type) not in self.kv_pairs:
             raise CapabilityError(
                 f"K {geometry.k_type.label} with V {geometry.v_type.label} has no attention kernel on {self.device}; "
@@ -253,6 +261,31 @@ class GdnWeights:
     eps: float
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertWeights:
+    """The feed-forward part of a block in a mixture of experts; F is an expert's width, Fs the shared one's.
+
+    router          [experts, E]
+    used            experts that a row takes
+    gate_up, down   of each expert: [2 F, E], its gate and then its up, and [E, F]
+    shared_gate     [E]; None, as the two below, where no expert is shared
+    shared_gate_up  [2 Fs, E]
+    shared_down     [E, Fs]
+    """
+
+    router: Weight
+    used: int
+    gate_up: Sequence[Weight]
+    down: Sequence[Weight]
+    shared_gate: Buffer | None
+    shared_gate_up: Weight | None
+    shared_down: Weight | None
+
+    def __post_init__(self) -> None:
+        assert 0 < self.used <= self.router.n_out == len(self.gate_up) == len(self.down)
+        assert (self.shared_gate is None) == (self.shared_gate_up is None) == (self.shared_down is None)
+
+
 @dataclass(frozen=True, slots=True)
 class StepSizes:
     """What a device's private scratch for one phase depends on.
@@ -354,6 +387,17 @@ class Ops(Protocol):
         """x += rms(rows @ weight.T + bias) * norm   rows [T, n_in]; norm [E]; x [T, E]
 
         rows as in ``add_projected``. Source: Gemma 2 report, 2024, section 2 (post-norm).
+        """
+        ...
+
+    def add_experts(self, x: Buffer, norm: Buffer, weights: ExpertWeights, *, eps: float, phase: Phase) -> None:
+        """x += sum over a row's experts e of w_e f_e(y), then sigmoid(y . shared_gate) f_shared(y), y = rms(x) * norm.
+
+        f(y) = down(silu(gate(y)) * up(y)), with the matrices of that expert. A row's experts are the ``used`` ones
+        of the largest logits y @ router.T, in float32, of equal ones the lower numbers; w is the softmax over all
+        experts, scaled so that those of the row sum to 1. They are added in the order of their numbers, the shared one
+        last.   x [T, E]; norm [E]
+        Source: Qwen3 report, arXiv 2505.09388; the shared expert: Qwen2 report, arXiv 2407.10671; ggml's qwen35moe.
         """
         ...
 

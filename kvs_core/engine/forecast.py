@@ -12,7 +12,7 @@ residency policy and the schedule.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from kvs_core.engine.budget import Budget, Drafting
 from kvs_core.memory.phases import Phase
@@ -70,6 +70,11 @@ class Rates:
             for name, size in weights.items()
         )
 
+    def choose_s(self, experts: Mapping[str, int], share: float) -> float:
+        """Seconds that one row's products with a share of experts take, all of them so many bytes."""
+        speeds = self.weight_bytes_per_s
+        return share * sum(size / speeds.get(name, speeds[""]) for name, size in experts.items())
+
     def attend_s(self, kv_bytes: float, rows: int) -> float:
         """Seconds of one layer's attention over so many bytes of K and V."""
         once = max(self.least_attention_s, kv_bytes / self.attention_bytes_per_s)
@@ -92,18 +97,32 @@ class Weights:
     """Bytes of matrices that a step reads, by the form in which they are held on the device.
 
     table_bytes  of device memory, of the token table: a step reads a row of it per token
+    experts      of a mixture of experts, all that the trunk has, which are in none of the others; nextn_experts: the
+                 MTP block's
+    share        of its experts, what a row reads
     """
 
     trunk: Mapping[str, int]
     head: Mapping[str, int]
     nextn: Mapping[str, int]
     table_bytes: int = 0
+    experts: Mapping[str, int] = field(default_factory=dict)
+    nextn_experts: Mapping[str, int] = field(default_factory=dict)
+    share: float = 0.0
 
     @property
     def size_bytes(self) -> int:
         """Device memory of all of them."""
-        parts = (self.trunk, self.head, self.nextn)
-        return self.table_bytes + sum(size for part in parts for name, size in part.items() if name != IN_FILE)
+        return self.table_bytes + sum(size for part in self._parts for name, size in part.items() if name != IN_FILE)
+
+    @property
+    def forms(self) -> list[str]:
+        """In which they are held."""
+        return list(dict.fromkeys(name for part in self._parts for name in part))
+
+    @property
+    def _parts(self) -> tuple[Mapping[str, int], ...]:
+        return self.trunk, self.head, self.nextn, self.experts, self.nextn_experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,12 +278,16 @@ def side_by_side(first_s: float, second_s: float) -> float:
 
 
 def _kernels_s(setup: Setup, rates: Rates, tokens: int, rows: int, runs: int) -> float:
-    """A step's kernels: the trunk, the head, the MTP block's layer that follows; one more attention call per run."""
+    """A step's kernels: the trunk, the head, the MTP block's layer that follows; one more attention call per run.
+
+    Of experts, each row reads its own: two that choose the same one are the exception.
+    """
     weights = setup.weights
     token_bytes = setup.budget.geometry.token_bytes
     seen = [min(tokens + rows, window or tokens + rows) for window in setup.windows]
     return (
         sum(rates.multiply_s(part, rows) for part in (weights.trunk, weights.head, weights.nextn))
+        + sum(rates.choose_s(part, weights.share * rows) for part in (weights.experts, weights.nextn_experts))
         + (setup.layers + setup.favoured) * rates.layer_s
         + sum(rates.attend_s(token_bytes * each, rows) for each in seen)
         + runs * (rates.run_s + (rates.run_rows_s if rows > 1 else 0.0))
@@ -276,19 +299,19 @@ def _draft_s(setup: Setup, rates: Rates, tokens: int, placement: Placement, kind
     weights, geometry = setup.weights, setup.budget.geometry
     cuts = placement.cuts
     if kind == "draft-mtp":
-        parts, layers = (weights.nextn, weights.head), setup.favoured
+        parts, experts, layers = (weights.nextn, weights.head), weights.nextn_experts, setup.favoured
         cuts = cuts[setup.trunk_kv_layers :]
         streamed = sum(cut - min(setup.head_pages, cut) for cut in cuts)
         streamed_s = streamed * geometry.page_bytes / rates.link_bytes_per_s
         attention_s = len(cuts) * rates.attend_s(geometry.token_bytes * tokens, 1)
     else:
-        parts, layers = (weights.trunk, weights.head), setup.layers
+        parts, experts, layers = (weights.trunk, weights.head), weights.experts, setup.layers
         cuts = cuts[: setup.trunk_kv_layers]
         streamed_s = 0.0
         away = [geometry.page_tokens * (cut - min(setup.head_pages, cut)) for cut in cuts]
         seen = [min(tokens - each, window or tokens) for each, window in zip(away, setup.windows, strict=False)]
         attention_s = sum(rates.attend_s(geometry.token_bytes * max(0, each), 1) for each in seen)
-    multiply_s = sum(rates.multiply_s(part, 1) for part in parts)
+    multiply_s = sum(rates.multiply_s(part, 1) for part in parts) + rates.choose_s(experts, weights.share)
     return max(multiply_s + layers * rates.layer_s + attention_s, streamed_s) + rates.draft_s
 
 

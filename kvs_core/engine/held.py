@@ -13,6 +13,7 @@ from kvs_core.engine.forecast import IN_FILE, Weights
 from kvs_core.formats.gguf import GgufFile, TensorInfo
 from kvs_core.formats.quants import row_bytes
 from kvs_core.models.spec import ModelSpec
+from kvs_core.models.weights import split_experts
 from kvs_core.units import ceil_div
 
 FLOATS = "float32"
@@ -23,7 +24,8 @@ Held = Callable[[TensorInfo], tuple[str, int]]
 
 
 def held_weights(file: GgufFile, spec: ModelSpec, held: Held, *, nextn: bool, table: bool = False) -> Weights:
-    """What a step reads. Matrices are the tensors of two dimensions, but for the taps of convolutions.
+    """What a step reads. Matrices are the tensors of two dimensions, but for the taps of convolutions, and experts'
+    parts of those of three, which are held last.
 
     nextn  with the MTP block
     table  the token table is held in device memory even if it is not the head
@@ -32,7 +34,7 @@ def held_weights(file: GgufFile, spec: ModelSpec, held: Held, *, nextn: bool, ta
     trunk: Counter[str] = Counter()
     head: Counter[str] = Counter()
     block: Counter[str] = Counter()
-    for info in _matrices(file, spec, nextn):
+    for info in _tensors(file, spec, nextn, dimensions=2):
         if info.name == "token_embd.weight" and "output.weight" in file.tensors:
             name, size = held(info) if table else ("", 0)
             table_bytes = 0 if name == IN_FILE else size
@@ -43,7 +45,15 @@ def held_weights(file: GgufFile, spec: ModelSpec, held: Held, *, nextn: bool, ta
             part = block if _layer(info.name) >= spec.n_layer else trunk
         name, size = held(info)
         part[name] += size
-    return Weights(dict(trunk), dict(head), dict(block), table_bytes)
+    experts: Counter[str] = Counter()
+    block_experts: Counter[str] = Counter()
+    for info in _tensors(file, spec, nextn, dimensions=3):
+        part = block_experts if _layer(info.name) >= spec.n_layer else experts
+        for matrix in split_experts(info):
+            name, size = held(matrix)
+            part[name] += size
+    share = 0.0 if spec.experts is None else spec.experts.used / spec.experts.count
+    return Weights(dict(trunk), dict(head), dict(block), table_bytes, dict(experts), dict(block_experts), share)
 
 
 def held_on_cuda(info: TensorInfo) -> tuple[str, int]:
@@ -70,9 +80,9 @@ def held_on_host(free_bytes: int) -> Held:
     return held
 
 
-def _matrices(file: GgufFile, spec: ModelSpec, nextn: bool) -> Iterable[TensorInfo]:
+def _tensors(file: GgufFile, spec: ModelSpec, nextn: bool, *, dimensions: int) -> Iterable[TensorInfo]:
     for info in file.tensors.values():
-        if len(info.shape) != 2 or info.name.endswith("conv1d.weight") or info.name.endswith("embed_tokens.weight"):
+        if len(info.shape) != dimensions or info.name.endswith(("conv1d.weight", "embed_tokens.weight")):
             continue
         if _layer(info.name) < spec.n_layer or nextn:
             yield info

@@ -1,4 +1,4 @@
-"""The parts that models are built from: attention, gated feed-forward, Gated DeltaNet.
+"""The parts that models are built from: attention, gated feed-forward, experts, Gated DeltaNet.
 
 Each part adds its result to the residual rows ``x`` of a step: ``x += part(rms(x, norm))``, or, where it has a norm
 behind it, ``x += rms(part(rms(x, norm)), post_norm)``. All arrays are views on the
@@ -16,7 +16,17 @@ from typing import Protocol
 
 import numpy as np
 
-from kvs_core.device.base import Activation, AttentionParams, AttentionRows, Buffer, GdnWeights, Ops, Turn, Weight
+from kvs_core.device.base import (
+    Activation,
+    AttentionParams,
+    AttentionRows,
+    Buffer,
+    ExpertWeights,
+    GdnWeights,
+    Ops,
+    Turn,
+    Weight,
+)
 from kvs_core.device.workspace import BufferSpec, Workspace
 from kvs_core.memory.phases import Phase
 from kvs_core.models.spec import LayerSpec
@@ -137,6 +147,18 @@ class FeedForward:
             step.x, self.norm, self.gate_up, rows, eps=step.eps, phase=step.batch.phase, activation=self.activation
         )
         step.add(rows, self.down, self.post_norm)
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The feed-forward part of a mixture of experts: see ``Ops.add_experts``, whose rows between are the device's."""
+
+    norm: Buffer
+    weights: ExpertWeights
+
+    def add_to(self, step: Step) -> None:
+        """x += what the experts make of rms(x, norm)"""
+        step.ops.add_experts(step.x, self.norm, self.weights, eps=step.eps, phase=step.batch.phase)
 
 
 def attention_columns(layer: LayerSpec) -> int:

@@ -3,6 +3,8 @@
     x += out(attention(rope(norm(q(y))), rope(norm(k(y))), v(y)))      y = rms(x, attn_norm)
     x += down(activation(gate(y)) * up(y))                             y = rms(x, ffn_norm)
 
+or, in a mixture of experts, what ``Ops.add_experts`` says of the same norm.
+
 An arch says in which pairs a head turns, which biases it has and whether q and k, and what is added, have a norm. All
 of a head turns. What layers have in common is told of each of them, so that a layer may differ from the next one.
 """
@@ -17,18 +19,21 @@ from kvs_core.formats.gguf import GgufFile
 from kvs_core.models.model import Layer
 from kvs_core.models.nextn import NextN
 from kvs_core.models.rope import Ropes, read_rope
-from kvs_core.models.spec import ModelSpec, TensorSpec, read_common, rope_tensors
+from kvs_core.models.spec import ExpertSpec, ModelSpec, TensorSpec, feed_forward_shapes, read_common, rope_tensors
 from kvs_core.models.weights import POST_NORMS, Loader
 
 
-def read_dense(file: GgufFile, arch: str, *, interleaved: bool, scale: float = 0.0) -> ModelSpec:
+def read_dense(
+    file: GgufFile, arch: str, *, interleaved: bool, scale: float = 0.0, experts: ExpertSpec | None = None
+) -> ModelSpec:
     """The model that the file's metadata describe: ``arch.block_count`` attention layers.
 
     interleaved  see ``RopeTable``
     scale        factor on q before the softmax; 0: 1 / sqrt(head size)
+    experts      of a mixture of experts
     Raises ModelFileError or CapabilityError.
     """
-    keys = read_common(file, arch)
+    keys = read_common(file, arch, experts)
     n_rot = file.get_u32(f"{arch}.rope.dimension_count", keys.k_dim)
     if n_rot != keys.k_dim or n_rot % 2:
         raise ModelFileError(
@@ -50,7 +55,7 @@ def dense_tensors(
     biases, maybe_biases  the matrices of a block that have one, and those that may, such as ``attn_q``
     head_norms            q and k have an RMSNorm per head
     """
-    n_embd, n_ff = spec.n_embd, spec.n_ff
+    n_embd = spec.n_embd
     table = [
         TensorSpec("token_embd.weight", (n_embd, spec.n_vocab)),
         TensorSpec("output_norm.weight", (n_embd,)),
@@ -59,14 +64,12 @@ def dense_tensors(
     ]
     for layer in spec.layers:
         block = f"blk.{layer.index}"
-        matrices = {
+        matrices: dict[str, tuple[int, ...]] = {
             "attn_q": (n_embd, layer.heads * layer.k_dim),
             "attn_k": (n_embd, layer.kv_heads * layer.k_dim),
             "attn_v": (n_embd, layer.kv_heads * layer.v_dim),
             "attn_output": (layer.heads * layer.v_dim, n_embd),
-            "ffn_gate": (n_embd, n_ff),
-            "ffn_up": (n_embd, n_ff),
-            "ffn_down": (n_ff, n_embd),
+            **feed_forward_shapes(spec),
         }
         for name, shape in matrices.items():
             table.append(TensorSpec(f"{block}.{name}.weight", shape))

@@ -13,6 +13,7 @@ from kvs_core.models.blocks import (
     Attention,
     Batch,
     DeltaNet,
+    Experts,
     FeedForward,
     KvView,
     LayerStates,
@@ -33,7 +34,8 @@ def forward_buffers(spec: ModelSpec, rows: int, *, nextn: bool = False) -> list[
         buffers += NextN.buffers(rows, spec.n_embd)
     for layer in (*spec.layers, *(spec.nextn if nextn else ())):
         buffers += (Attention if layer.gdn is None else DeltaNet).buffers(layer, rows)
-    buffers += FeedForward.buffers(rows, spec.n_ff)
+    if spec.experts is None:
+        buffers += FeedForward.buffers(rows, spec.n_ff)
     return list(dict.fromkeys(buffers))
 
 
@@ -67,7 +69,7 @@ class Layer:
     """One layer of the trunk."""
 
     mixer: Attention | DeltaNet
-    feed_forward: FeedForward
+    feed_forward: FeedForward | Experts
 
     def add_to(self, step: Step) -> None:
         """Both parts."""

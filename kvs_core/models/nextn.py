@@ -22,7 +22,7 @@ import numpy as np
 from kvs_core.device.base import Buffer, Turn, Weight
 from kvs_core.device.workspace import BufferSpec
 from kvs_core.memory.phases import Phase
-from kvs_core.models.blocks import ACTIVATION, Attention, FeedForward, Step
+from kvs_core.models.blocks import ACTIVATION, Attention, Experts, FeedForward, Step
 from kvs_core.models.recurrent import MAX_ROWS
 
 DRAFT_ROW = MAX_ROWS + 1
@@ -48,7 +48,7 @@ class NextN:
     hidden_norm: Buffer
     join: Weight
     attention: Attention
-    feed_forward: FeedForward
+    feed_forward: FeedForward | Experts
     head_norm: Buffer
     head: Weight
     hidden: Buffer

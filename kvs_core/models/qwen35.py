@@ -30,10 +30,12 @@ from kvs_core.models.rope import Ropes, RopeSpec, read_rope
 from kvs_core.models.spec import (
     MAX_HEADS,
     CommonKeys,
+    ExpertSpec,
     LayerKind,
     LayerSpec,
     ModelSpec,
     TensorSpec,
+    feed_forward_shapes,
     read_common,
     rope_tensors,
 )
@@ -47,24 +49,32 @@ _MAX_CONV_TAPS = 64
 
 def read_spec(file: GgufFile) -> ModelSpec:
     """The model that the file's metadata describe. Raises ModelFileError or CapabilityError."""
-    keys = read_common(file, ARCH)
+    return read_hybrid(file, ARCH)
+
+
+def read_hybrid(file: GgufFile, arch: str, experts: ExpertSpec | None = None) -> ModelSpec:
+    """The same for any arch of these blocks.
+
+    experts  of a mixture of experts
+    """
+    keys = read_common(file, arch, experts)
     if keys.k_dim != keys.v_dim:
         raise ModelFileError(
-            f"{file.path}: {ARCH} heads have keys of {keys.k_dim} and values of {keys.v_dim} numbers; "
+            f"{file.path}: {arch} heads have keys of {keys.k_dim} and values of {keys.v_dim} numbers; "
             "the gate needs equal sizes"
         )
-    n_nextn = file.get_u32(f"{ARCH}.nextn_predict_layers", 0)
+    n_nextn = file.get_u32(f"{arch}.nextn_predict_layers", 0)
     if n_nextn > 1:
         raise CapabilityError(
-            f"{file.path}: {ARCH}.nextn_predict_layers is {n_nextn}; kvs has code for one MTP block"
+            f"{file.path}: {arch}.nextn_predict_layers is {n_nextn}; kvs has code for one MTP block"
         )
     if n_nextn >= keys.n_block:
         raise ModelFileError(
-            f"{file.path}: {ARCH}.block_count is {keys.n_block}, MTP block included, which leaves no trunk"
+            f"{file.path}: {arch}.block_count is {keys.n_block}, MTP block included, which leaves no trunk"
         )
     n_layer = keys.n_block - n_nextn
-    recurrent = _read_pattern(file, keys.n_block)
-    gdn = _read_gdn(file)
+    recurrent = _read_pattern(file, arch, keys.n_block)
+    gdn = _read_gdn(file, arch)
     layers: list[LayerSpec] = []
     n_kv = 0
     for index in range(n_layer):
@@ -85,47 +95,48 @@ def read_spec(file: GgufFile) -> ModelSpec:
     )
 
 
-def _read_pattern(file: GgufFile, n_block: int) -> list[bool]:
+def _read_pattern(file: GgufFile, arch: str, n_block: int) -> list[bool]:
     """Per block, whether it is recurrent. The entry of the MTP block, which has attention, means nothing."""
-    interval = file.get_u32(f"{ARCH}.full_attention_interval", 4, least=1)
-    listed = file.get_array(f"{ARCH}.attention.recurrent_layers", np.bool_, None, length=n_block)
+    interval = file.get_u32(f"{arch}.full_attention_interval", 4, least=1)
+    listed = file.get_array(f"{arch}.attention.recurrent_layers", np.bool_, None, length=n_block)
     if listed is not None:
         return [bool(entry) for entry in listed]
     return [(index + 1) % interval != 0 for index in range(n_block)]
 
 
-def _read_gdn(file: GgufFile) -> GdnShape:
-    head_dim = file.get_u32(f"{ARCH}.ssm.state_size", least=1, most=_MAX_STATE_SIZE)
-    k_heads = file.get_u32(f"{ARCH}.ssm.group_count", least=1, most=MAX_HEADS)
-    v_heads = file.get_u32(f"{ARCH}.ssm.time_step_rank", least=1, most=MAX_HEADS)
-    inner = file.get_u32(f"{ARCH}.ssm.inner_size", least=1)
+def _read_gdn(file: GgufFile, arch: str) -> GdnShape:
+    head_dim = file.get_u32(f"{arch}.ssm.state_size", least=1, most=_MAX_STATE_SIZE)
+    k_heads = file.get_u32(f"{arch}.ssm.group_count", least=1, most=MAX_HEADS)
+    v_heads = file.get_u32(f"{arch}.ssm.time_step_rank", least=1, most=MAX_HEADS)
+    inner = file.get_u32(f"{arch}.ssm.inner_size", least=1)
     if v_heads % k_heads:
         raise ModelFileError(
-            f"{file.path}: {ARCH}.ssm.time_step_rank is {v_heads}, no multiple of ssm.group_count, which is {k_heads}"
+            f"{file.path}: {arch}.ssm.time_step_rank is {v_heads}, no multiple of ssm.group_count, which is {k_heads}"
         )
     if inner != v_heads * head_dim:
         raise ModelFileError(
-            f"{file.path}: {ARCH}.ssm.inner_size is {inner}; {v_heads} heads of {head_dim} values make "
+            f"{file.path}: {arch}.ssm.inner_size is {inner}; {v_heads} heads of {head_dim} values make "
             f"{v_heads * head_dim}"
         )
-    taps = file.get_u32(f"{ARCH}.ssm.conv_kernel", least=2, most=_MAX_CONV_TAPS)
+    taps = file.get_u32(f"{arch}.ssm.conv_kernel", least=2, most=_MAX_CONV_TAPS)
     return GdnShape(k_heads, v_heads, head_dim, head_dim, taps)
 
 
 def _read_rope(file: GgufFile, keys: CommonKeys) -> RopeSpec:
-    n_rot = file.get_u32(f"{ARCH}.rope.dimension_count", keys.k_dim, least=2)
+    arch = keys.arch
+    n_rot = file.get_u32(f"{arch}.rope.dimension_count", keys.k_dim, least=2)
     if n_rot > keys.k_dim or n_rot % 2:
         raise ModelFileError(
-            f"{file.path}: {ARCH}.rope.dimension_count is {n_rot} with heads of {keys.k_dim} values; "
+            f"{file.path}: {arch}.rope.dimension_count is {n_rot} with heads of {keys.k_dim} values; "
             "it must be even and no larger"
         )
-    sections = [int(n) for n in file.get_array(f"{ARCH}.rope.dimension_sections", np.int64, length=4)]
+    sections = [int(n) for n in file.get_array(f"{arch}.rope.dimension_sections", np.int64, length=4)]
     if min(sections) < 0 or not 0 < sum(sections) <= n_rot // 2:
         raise ModelFileError(
-            f"{file.path}: {ARCH}.rope.dimension_sections is {sections}; "
+            f"{file.path}: {arch}.rope.dimension_sections is {sections}; "
             f"four parts of the {n_rot // 2} rotary pairs are expected"
         )
-    rope = read_rope(file, ARCH, n_rot=n_rot, n_ctx_train=keys.n_ctx_train, interleaved=False)
+    rope = read_rope(file, arch, n_rot=n_rot, n_ctx_train=keys.n_ctx_train, interleaved=False)
     return replace(rope, still_pairs=still_pairs(n_rot // 2, sections))
 
 
@@ -169,13 +180,11 @@ def nextn_tensors(spec: ModelSpec) -> list[TensorSpec]:
 
 
 def _block_tensors(spec: ModelSpec, layer: LayerSpec) -> list[TensorSpec]:
-    n_embd, n_ff, gdn = spec.n_embd, spec.n_ff, layer.gdn
+    n_embd, gdn = spec.n_embd, layer.gdn
     shapes: dict[str, tuple[int, ...]] = {
         "attn_norm.weight": (n_embd,),
         "post_attention_norm.weight": (n_embd,),
-        "ffn_gate.weight": (n_embd, n_ff),
-        "ffn_up.weight": (n_embd, n_ff),
-        "ffn_down.weight": (n_ff, n_embd),
+        **{f"{name}.weight": shape for name, shape in feed_forward_shapes(spec).items()},
     }
     if gdn is None:
         shapes |= {

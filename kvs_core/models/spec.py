@@ -19,6 +19,7 @@ MAX_LAYERS = 1024
 MAX_HEADS = 1024
 MAX_HEAD_DIM = 4096
 MAX_WIDTH = 1 << 20
+MAX_EXPERTS = 1 << 12
 MAX_CONTEXT = (1 << 31) - 1
 
 
@@ -55,9 +56,27 @@ class LayerSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertSpec:
+    """The feed-forward parts of a mixture of experts: ``count`` in every block, of which a row takes ``used``.
+
+    n_ff      width of each
+    n_shared  width of one more that every row takes; 0: none
+    joined    gates and ups of the experts lie in one tensor, an expert's gate before its up
+    """
+
+    count: int
+    used: int
+    n_ff: int
+    n_shared: int
+    joined: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """A model's sizes.
 
+    n_ff             width of the feed-forward part that all rows take; 0 in a mixture of experts
+    experts          of a mixture of experts, else None
     layers           the trunk, in order
     nextn            layers of the MTP block behind the trunk, at most one; described, not computed by ``forward``
     n_params         counted from the file's tensors, the MTP block included
@@ -91,6 +110,7 @@ class ModelSpec:
     activation: Activation = Activation.SILU
     post_norms: bool = False
     logit_softcap: float = 0.0
+    experts: ExpertSpec | None = None
 
     @property
     def n_layer(self) -> int:
@@ -115,7 +135,10 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor a model needs. ``shape`` in GGUF order: a matrix [n_in, n_out], a vector [n]."""
+    """A tensor a model needs. ``shape`` in GGUF order: a matrix [n_in, n_out], a vector [n].
+
+    One of experts is [n_in, n_out, n]: their matrices one behind the other.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -126,6 +149,28 @@ def rope_tensors(spec: RopeSpec) -> list[TensorSpec]:
     """The divisors of angles that ``longrope`` needs, for short and for long contexts."""
     names = (LONG_DIVISORS, SHORT_DIVISORS) if spec.scaling == "longrope" else ()
     return [TensorSpec(name, (spec.n_rot // 2,)) for name in names]
+
+
+def feed_forward_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """The tensors of a block's feed-forward part by name, without ``.weight``; shapes in GGUF order."""
+    n_embd, experts = spec.n_embd, spec.experts
+    if experts is None:
+        return {"ffn_gate": (n_embd, spec.n_ff), "ffn_up": (n_embd, spec.n_ff), "ffn_down": (spec.n_ff, n_embd)}
+    count, n_ff, n_shared = experts.count, experts.n_ff, experts.n_shared
+    shapes: dict[str, tuple[int, ...]] = {"ffn_gate_inp": (n_embd, count)}
+    if experts.joined:
+        shapes["ffn_gate_up_exps"] = (n_embd, 2 * n_ff, count)
+    else:
+        shapes |= {"ffn_gate_exps": (n_embd, n_ff, count), "ffn_up_exps": (n_embd, n_ff, count)}
+    shapes["ffn_down_exps"] = (n_ff, n_embd, count)
+    if n_shared:
+        shapes |= {
+            "ffn_gate_inp_shexp": (n_embd,),
+            "ffn_gate_shexp": (n_embd, n_shared),
+            "ffn_up_shexp": (n_embd, n_shared),
+            "ffn_down_shexp": (n_shared, n_embd),
+        }
+    return shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +191,7 @@ class CommonKeys:
     k_dim: int
     v_dim: int
     rms_eps: float
+    experts: ExpertSpec | None
 
     def model(
         self,
@@ -171,6 +217,7 @@ class CommonKeys:
             rope=rope,
             layers=layers,
             nextn=nextn,
+            experts=self.experts,
         )
 
     def attention_layer(self, index: int, kv_index: int, *, gated: bool = False) -> LayerSpec:
@@ -178,8 +225,11 @@ class CommonKeys:
         return LayerSpec(index, LayerKind.FULL, self.heads, self.kv_heads, self.k_dim, self.v_dim, kv_index, gated)
 
 
-def read_common(file: GgufFile, arch: str) -> CommonKeys:
-    """Read and check them. Raises ModelFileError with the key, its value and the bounds."""
+def read_common(file: GgufFile, arch: str, experts: ExpertSpec | None = None) -> CommonKeys:
+    """Read and check them. Raises ModelFileError with the key, its value and the bounds.
+
+    experts  of an arch that has them; a file of any other that has some is refused
+    """
     n_embd = file.get_u32(f"{arch}.embedding_length", least=1, most=MAX_WIDTH)
     heads = file.get_u32(f"{arch}.attention.head_count", least=1, most=MAX_HEADS)
     kv_heads = file.get_u32(f"{arch}.attention.head_count_kv", heads, least=1, most=MAX_HEADS)
@@ -187,17 +237,17 @@ def read_common(file: GgufFile, arch: str) -> CommonKeys:
         raise ModelFileError(
             f"{file.path}: {arch}.attention.head_count is {heads}, no multiple of head_count_kv, which is {kv_heads}"
         )
-    if file.get_u32(f"{arch}.expert_count", 0):
+    if experts is None and file.get_u32(f"{arch}.expert_count", 0) > 0:
         raise CapabilityError(
             f"{file.path}: is a mixture of experts ({arch}.expert_count is "
-            f"{file.get_u32(f'{arch}.expert_count')}), for which kvs has no code; use a dense model"
+            f"{file.get_u32(f'{arch}.expert_count')}), for which kvs has no code in {arch} models; use a dense one"
         )
     return CommonKeys(
         arch=arch,
         name=file.get_str("general.name", file.path.stem),
         n_block=file.get_u32(f"{arch}.block_count", least=1, most=MAX_LAYERS),
         n_embd=n_embd,
-        n_ff=file.get_u32(f"{arch}.feed_forward_length", least=1, most=MAX_WIDTH),
+        n_ff=0 if experts else _read_width(file, arch),
         n_vocab=_read_vocab(file, arch),
         n_ctx_train=file.get_u32(f"{arch}.context_length", least=1, most=MAX_CONTEXT),
         n_ctx_plain=_read_plain(file, arch),
@@ -207,6 +257,38 @@ def read_common(file: GgufFile, arch: str) -> CommonKeys:
         k_dim=_read_head_dim(file, f"{arch}.attention.key_length", n_embd, heads),
         v_dim=_read_head_dim(file, f"{arch}.attention.value_length", n_embd, heads),
         rms_eps=_read_eps(file, f"{arch}.attention.layer_norm_rms_epsilon"),
+        experts=experts,
+    )
+
+
+def _read_width(file: GgufFile, arch: str) -> int:
+    return file.get_u32(f"{arch}.feed_forward_length", least=1, most=MAX_WIDTH)
+
+
+def read_experts(file: GgufFile, arch: str, *, shared: bool) -> ExpertSpec:
+    """The experts that the file's metadata and tensors describe. Raises ModelFileError or CapabilityError.
+
+    shared  the arch has an expert that every row takes
+    A width without a key of its own follows from ``feed_forward_length``, as in llama.cpp.
+    """
+    count = file.get_u32(f"{arch}.expert_count", least=1, most=MAX_EXPERTS)
+    used = file.get_u32(f"{arch}.expert_used_count", least=1, most=count)
+    groups = file.get_u32(f"{arch}.expert_group_count", 0)
+    if groups > 1:
+        raise CapabilityError(
+            f"{file.path}: {arch}.expert_group_count is {groups}; kvs has code for experts in one group"
+        )
+    n_ff = file.get_u32(f"{arch}.expert_feed_forward_length", None, least=1, most=MAX_WIDTH)
+    n_shared = 0
+    if shared:
+        told = file.get_u32(f"{arch}.expert_shared_feed_forward_length", None, least=1, most=MAX_WIDTH)
+        n_shared = told or _read_width(file, arch)
+    return ExpertSpec(
+        count=count,
+        used=used,
+        n_ff=n_ff or max(1, _read_width(file, arch) // used),
+        n_shared=n_shared,
+        joined="blk.0.ffn_gate_up_exps.weight" in file.tensors,
     )
 
 

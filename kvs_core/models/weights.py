@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from kvs_core.device.base import AttentionParams, Buffer, Device, RopeTable, Weight
+from kvs_core.device.base import AttentionParams, Buffer, Device, ExpertWeights, RopeTable, Weight
 from kvs_core.errors import ModelFileError
 from kvs_core.formats.gguf import GgufFile, TensorInfo
 from kvs_core.formats.quants import can_dequantize
-from kvs_core.models.blocks import Attention, FeedForward
-from kvs_core.models.spec import LayerSpec, ModelSpec, TensorSpec
+from kvs_core.models.blocks import Attention, Experts, FeedForward
+from kvs_core.models.spec import ExpertSpec, LayerSpec, ModelSpec, TensorSpec
 from kvs_core.units import Progress
 
 POST_NORMS = ("post_attention_norm", "post_ffw_norm")
@@ -60,6 +61,17 @@ def is_matrix(spec: TensorSpec) -> bool:
     return len(spec.shape) == 2 and not spec.name.endswith("conv1d.weight")
 
 
+def split_experts(info: TensorInfo) -> Iterator[TensorInfo]:
+    """The matrices [n_in, n_out] of a tensor [n_in, n_out, n], which lie one behind the other."""
+    n_in, n_out, count = info.shape
+    size = info.n_bytes // count
+    for number in range(count):
+        yield replace(
+            info, name=f"{info.name}[{number}]", shape=(n_in, n_out), n_elements=n_in * n_out, n_bytes=size,
+            data=info.data[number * size : (number + 1) * size],
+        )
+
+
 class Loader:
     """Loads tensors of a checked file by name."""
 
@@ -68,8 +80,15 @@ class Loader:
         self._device = device
 
     def prepare(self, table: Sequence[TensorSpec], progress: Progress | None) -> None:
-        """Let the device do the loading work for all matrices of ``table`` at once."""
-        infos = [self._info(spec.name) for spec in table if is_matrix(spec) and spec.name in self._file.tensors]
+        """Let the device do the loading work for all matrices of ``table`` at once.
+
+        Experts come last: a device that has no room for all holds what every row is multiplied with.
+        """
+        there = [spec for spec in table if spec.name in self._file.tensors]
+        infos = [self._info(spec.name) for spec in there if is_matrix(spec)]
+        for spec in there:
+            if len(spec.shape) == 3:
+                infos += split_experts(self._info(spec.name))
         self._device.prepare_weights(infos, progress)
 
     def has(self, name: str) -> bool:
@@ -132,15 +151,33 @@ class Loader:
             post_norm=self.vector(f"{block}.{POST_NORMS[0]}.weight") if spec.post_norms else None,
         )
 
-    def feed_forward(self, spec: ModelSpec, layer: LayerSpec, norm: str) -> FeedForward:
-        """The feed-forward part of a layer, behind the norm of that name."""
+    def feed_forward(self, spec: ModelSpec, layer: LayerSpec, norm: str) -> FeedForward | Experts:
+        """The feed-forward part of a layer, or its experts, behind the norm of that name."""
         block = f"blk.{layer.index}"
+        if spec.experts is not None:
+            return Experts(self.vector(f"{block}.{norm}.weight"), self._experts(spec.experts, block))
         return FeedForward(
             norm=self.vector(f"{block}.{norm}.weight"),
             gate_up=self.matrix(f"{block}.ffn_gate", f"{block}.ffn_up"),
             down=self.matrix(f"{block}.ffn_down"),
             activation=spec.activation,
             post_norm=self.vector(f"{block}.{POST_NORMS[1]}.weight") if spec.post_norms else None,
+        )
+
+    def _experts(self, experts: ExpertSpec, block: str) -> ExpertWeights:
+        stems = ("ffn_gate_up",) if experts.joined else ("ffn_gate", "ffn_up")
+        parts = [split_experts(self._info(f"{block}.{stem}_exps.weight")) for stem in stems]
+        shared = experts.n_shared > 0
+        return ExpertWeights(
+            router=self.matrix(f"{block}.ffn_gate_inp"),
+            used=experts.used,
+            gate_up=tuple(self._device.load_matrix(infos) for infos in zip(*parts, strict=True)),
+            down=tuple(
+                self._device.load_matrix([info]) for info in split_experts(self._info(f"{block}.ffn_down_exps.weight"))
+            ),
+            shared_gate=self.vector(f"{block}.ffn_gate_inp_shexp.weight") if shared else None,
+            shared_gate_up=self.matrix(f"{block}.ffn_gate_shexp", f"{block}.ffn_up_shexp") if shared else None,
+            shared_down=self.matrix(f"{block}.ffn_down_shexp") if shared else None,
         )
 
     def _vector_if(self, name: str) -> Buffer | None:

@@ -13,7 +13,7 @@ from kvs_core.formats.gguf import GgufFile
 from kvs_core.memory.phases import Phase
 from kvs_core.settings import ContextSettings, KvSettings, RopeSettings
 from tests.cli.conftest import GREEDY, Kvs
-from tests.support.tiny_gguf import write_tiny_qwen35
+from tests.support.tiny_gguf import Experts, write_tiny_qwen3moe, write_tiny_qwen35, write_tiny_qwen35moe
 
 SMALL = ("-c", "2048", "--kv-page-tokens", "32", "-ub", "64", "-ctk", "q8_0", "-ctv", "q4_0")
 
@@ -38,6 +38,17 @@ def test_facts_of_a_model(kvs: Kvs, tiny_qwen35: Path) -> None:
     # 2 layers of 2 KV heads of 64: K in q8_0 (34 bytes per 32 values), V in q4_0 (18)
     assert facts["kv"]["token_bytes"] == 2 * 2 * 2 * (34 + 18)
     assert facts["kv"]["page_bytes"] == 32 * 2 * 2 * (34 + 18)
+
+
+def test_experts_are_told(kvs: Kvs, tmp_path: Path, tiny_qwen35: Path) -> None:
+    """How many there are and a row takes, and how wide they are; a dense model has none."""
+    assert info(kvs, tiny_qwen35, *SMALL)["model"]["experts"] is None
+    hybrid = write_tiny_qwen35moe(tmp_path / "hybrid.gguf", seed=1)
+    model = info(kvs, hybrid, *SMALL)["model"]
+    assert (model["experts"], model["n_ff"]) == ({"count": 5, "used": 2, "n_ff": 32, "n_shared": 32}, 0)
+    assert "embedding 64, 2 of 5 experts of 32 and one of 32 for all, vocabulary" in kvs("info", hybrid, *SMALL).out
+    routed = write_tiny_qwen3moe(tmp_path / "routed.gguf", seed=1, experts=Experts(count=7, used=3, ffn=64))
+    assert "embedding 64, 3 of 7 experts of 64, vocabulary" in kvs("info", routed, *SMALL).out
 
 
 @pytest.mark.parametrize("flags", [(), ("--kv-stream-arena-mib", "1"), ("--kv-stream-pool-mib", "1"),

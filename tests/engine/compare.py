@@ -34,6 +34,11 @@ class Distance:
         return cls(float(np.abs(a - b).max()), kl, float((a.argmax(-1) == b.argmax(-1)).mean()))
 
 
+def share_beyond(ours: np.ndarray, theirs: np.ndarray, limit: float) -> float:
+    """Of the positions of two logit arrays [T, V], the share at which a log-probability differs by more."""
+    return float((np.abs(log_probs(ours) - log_probs(theirs)).max(axis=-1) > limit).mean())
+
+
 def ours(
     path: Path, tokens: Sequence[int], *, type_k: str = "f32", type_v: str = "f32", round_q: bool = False,
     rotation: bool = True, decode_from: int | None = None, context: int = 2048,

@@ -12,7 +12,9 @@ from tests.support.tiny_gguf import (
     write_tiny_llama,
     write_tiny_qwen2,
     write_tiny_qwen3,
+    write_tiny_qwen3moe,
     write_tiny_qwen35,
+    write_tiny_qwen35moe,
 )
 
 
@@ -42,20 +44,22 @@ def tiny_models(tiny_qwen35: Path, tiny_llama: Path, tmp_path_factory: pytest.Te
         "qwen2": write_tiny_qwen2(folder / "qwen2.gguf", seed=2),
         "qwen3": write_tiny_qwen3(folder / "qwen3.gguf", seed=2),
         "gemma3": write_tiny_gemma3(folder / "gemma3.gguf", seed=2, n_layer=6, pattern=[True, False, False] * 2),
+        "qwen3moe": write_tiny_qwen3moe(folder / "qwen3moe.gguf", seed=2),
+        "qwen35moe": write_tiny_qwen35moe(folder / "qwen35moe.gguf", seed=2),
     }
 
 
 @pytest.fixture(scope="session")
 def wide_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """By arch: two attention layers, with two recurrent ones and an MTP block, with one whose window is smaller than
-    the widest step, or alone. Pages of float32 are large beside what a tile of 8 rows needs of them, so that a few
-    pages make room for wide steps."""
+    """By arch: two attention layers, with two recurrent ones and an MTP block, with experts too, with one whose window
+    is smaller than the widest step, or alone. Pages of float32 are large beside what a tile of 8 rows needs of them,
+    so that a few pages make room for wide steps."""
     folder = tmp_path_factory.mktemp("wide")
     small: dict[str, Any] = {"embd": 32, "heads": 2, "kv_heads": 2, "head_dim": 64, "ffn": 32}
+    hybrid: dict[str, Any] = {"n_layer": 4, "interval": 2, "ssm_state": 32, "ssm_k_heads": 1, "ssm_v_heads": 2, **small}
     return {
-        "qwen35": write_tiny_qwen35(
-            folder / "qwen35.gguf", seed=1, n_layer=4, interval=2, ssm_state=32, ssm_k_heads=1, ssm_v_heads=2, **small
-        ),
+        "qwen35": write_tiny_qwen35(folder / "qwen35.gguf", seed=1, **hybrid),
+        "qwen35moe": write_tiny_qwen35moe(folder / "qwen35moe.gguf", seed=1, **hybrid),
         "llama": write_tiny_llama(folder / "llama.gguf", seed=2, n_layer=2, **small),
         "gemma3": write_tiny_gemma3(
             folder / "gemma3.gguf", seed=2, n_layer=3, window=40, pattern=[True, False, False], **small

@@ -12,7 +12,7 @@ from kvs_cli.app import main
 from kvs_core.device.base import Activation
 from kvs_core.device.host.ops import basic
 from kvs_core.models.registry import ARCHS
-from tests.engine.compare import Distance, ours, theirs
+from tests.engine.compare import Distance, ours, share_beyond, theirs
 from tests.engine.tiny import engine, kv_settings, run, text
 from tests.reference.forward import gelu
 from tests.support import llamacpp
@@ -53,6 +53,11 @@ GELU_TABLE_BLOCKS = 5e-2
 
 SAME_BLOCKS = 1e-2
 """With q rounded as llama.cpp does, what is left is the order of float16 sums in its attention."""
+
+MIXTURES = ("qwen3moe", "qwen35moe")
+CLOSE_CHOICES = 0.05
+"""Of a mixture's positions, how many may differ by more: where two experts are about as likely, the last bits of
+attention decide, and the row gets another one. llama.cpp token by token differs from its own batch at 2 in 100."""
 
 CLOSE_TOPS = 0.01
 """Two tokens this close in log-probability may change places between two engines."""
@@ -114,11 +119,13 @@ def test_tiny_models_with_quantised_kv(tiny_models: dict[str, Path], arch: str, 
     with llamacpp.Model(path) as model:
         tokens = text(model.n_vocab, 512)
     got = ours(path, tokens, type_k="q8_0", type_v="q4_0", round_q=round_q, decode_from=480)
-    distance = Distance.between(got, theirs(path, tokens, type_k="q8_0", type_v="q4_0"))
+    expected = theirs(path, tokens, type_k="q8_0", type_v="q4_0")
+    distance, mixture = Distance.between(got, expected), arch in MIXTURES
     if round_q:
-        assert distance.largest < (GELU_TABLE_BLOCKS if arch == "gemma3" else SAME_BLOCKS)
-        assert distance.kl < 1e-5
-    assert distance.kl < 1e-4
+        limit = GELU_TABLE_BLOCKS if arch == "gemma3" else SAME_BLOCKS
+        assert share_beyond(got, expected, limit) <= (CLOSE_CHOICES if mixture else 0.0)
+        assert mixture or distance.kl < 1e-5
+    assert distance.kl < (2e-3 if mixture else 1e-4)
 
 
 def test_real_model(smollm2_float_path: Path, document: list[int]) -> None:

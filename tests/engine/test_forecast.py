@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from kvs_core.paging.geometry import GROUP_PAGES
 from kvs_core.settings.drafters import ModelDraftSettings, SpeculativeSettings
 from kvs_core.settings.rooms import ContextSettings, KvSettings, RopeSettings
 from tests.engine.tiny import kv_settings, run, text
+from tests.support.tiny_gguf import write_tiny_qwen35moe
 
 H200_MEMORY = 4.167e12   # copies within its memory, bytes read and written per second
 
@@ -191,6 +193,42 @@ def test_weights_on_the_host() -> None:
     tight = held_weights(file, spec, held_on_host(weights.size_bytes), nextn=False)
     assert tight.trunk[FLOATS] + tight.trunk[IN_FILE] == weights.trunk[FLOATS]
     assert tight.size_bytes <= 0.6 * weights.size_bytes
+
+
+@pytest.mark.parametrize("limit", [None, 600_000, 100_000])
+def test_experts_on_the_host(tmp_path: Path, limit: int | None) -> None:
+    """They are held last, one by one while there is room, as the host device holds them; a row reads its share."""
+    file = GgufFile.open(write_tiny_qwen35moe(tmp_path / "m.gguf", seed=1, weight_type="q8_0"))
+    spec = read_spec(file)
+    engine = Engine(
+        file, HostDevice(1, memory_limit_bytes=limit), context=ContextSettings(ctx_size=256), kv=KvSettings(),
+        rope=RopeSettings(), drafting=Drafting(nextn=True),
+    )
+    try:
+        held = engine.memory_report()["weights"]
+    finally:
+        engine.close()
+    free = 1 << 40 if limit is None else round(limit / 0.6)
+    weights = held_weights(file, spec, held_on_host(free), nextn=True, table=True)
+    bare = sum(4 * info.n_elements for info in file.tensors.values() if len(info.shape) == 1 or "conv1d" in info.name)
+    assert abs(held - weights.size_bytes - bare) < 4 * 64 * 32   # of one expert's matrix
+    experts, block = 4 * 3 * 5 * 4 * 64 * 32, 3 * 5 * 4 * 64 * 32
+    assert (sum(weights.experts.values()), sum(weights.nextn_experts.values())) == (experts, block)
+    assert weights.share == 2 / 5
+    assert IN_FILE not in weights.experts if limit is None else weights.experts[IN_FILE] > 0
+
+
+def test_a_row_reads_its_own_experts() -> None:
+    """A step of a mixture by hand: beside all other matrices, the share of the experts once per row."""
+    setup = setup_of("tiny:q8_0", 4096, 64)
+    mixed = replace(setup, weights=replace(setup.weights, experts={"Q8_0": 10**9}, share=0.25))
+    for rows in (1, 2):
+        rounds = Rounds("", rows - 1, 1.0)
+        before, after = forecast(setup, ROUND, 1000, rounds), forecast(mixed, ROUND, 1000, rounds)
+        assert after.kernels_s - before.kernels_s == pytest.approx(rows * 0.25 * 10**9 / 2e9)
+    drafting = Rounds("draft-resident", 2, 2.0)
+    before, after = forecast(setup, ROUND, 1000, drafting), forecast(mixed, ROUND, 1000, drafting)
+    assert after.round_s - before.round_s == pytest.approx((3 + 2) * 0.25 * 10**9 / 2e9)   # a step of 3 rows, 2 drafts
 
 
 def test_what_a_round_brings() -> None:

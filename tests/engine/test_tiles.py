@@ -106,7 +106,7 @@ def compare(
 
 @settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    model=st.sampled_from(["qwen35", "llama", "gemma3"]), prompt=st.integers(1, 500), rounds=WIDE_ROUNDS,
+    model=st.sampled_from(["qwen35", "qwen35moe", "llama", "gemma3"]), prompt=st.integers(1, 500), rounds=WIDE_ROUNDS,
     pool=st.sampled_from([None, 0.0, 0.1, 0.5, 0.5, 0.8]), ring=st.sampled_from([0, 0, 1, 4]), seed=st.integers(0, 99),
 )
 def test_wide_steps_leave_what_single_rows_leave(
@@ -119,7 +119,7 @@ def test_wide_steps_leave_what_single_rows_leave(
 
 
 @pytest.mark.parametrize("ring", [0, 1])
-@pytest.mark.parametrize("model", ["qwen35", "llama", "gemma3"])
+@pytest.mark.parametrize("model", ["qwen35", "qwen35moe", "llama", "gemma3"])
 def test_the_widest_steps_leave_what_single_rows_leave(wide_models: dict[str, Path], model: str, ring: int) -> None:
     """The same where it is known that 65 rows ran at once, over the ends of pages, from a pool that streams."""
     done = compare(wide_models[model], *of_model(model, EVERY, 475), 0.5, ring, 1)
@@ -137,7 +137,7 @@ def test_a_wide_step_at_the_start(wide_models: dict[str, Path], prompt: int) -> 
 
 def of_model(model: str, rounds: Sequence[Round], prompt: int) -> tuple[Drafting, int, list[Round]]:
     """How a model drafts, and the rounds that it can play."""
-    if model == "qwen35":
+    if model.startswith("qwen35"):
         return BOTH, prompt, list(rounds)
     return Drafting(resident=True), prompt, [replace(each, kind="resident" if each.kind else "") for each in rounds]
 

@@ -21,11 +21,14 @@ from kvs_core.models.registry import load_model
 from tests.models.dense_kv import DenseKv, DenseLayer
 from tests.reference import forward as oracle
 from tests.support.tiny_gguf import (
+    Experts,
     write_tiny_gemma3,
     write_tiny_llama,
     write_tiny_qwen2,
     write_tiny_qwen3,
+    write_tiny_qwen3moe,
     write_tiny_qwen35,
+    write_tiny_qwen35moe,
 )
 
 UBATCH = 16
@@ -39,7 +42,8 @@ TOLERANCE = 1e-4
     scope="module",
     params=[
         "qwen35", "qwen35 untied, no MTP", "llama", "llama untied, divisors", "qwen2", "qwen2 untied, q8_0", "qwen3",
-        "qwen3 untied, q8_0", "gemma3", "gemma3 stretched, capped, q8_0", "q8_0",
+        "qwen3 untied, q8_0", "qwen3moe", "qwen3moe q8_0", "gemma3", "gemma3 stretched, capped, q8_0", "qwen35moe",
+        "qwen35moe joined, q8_0", "q8_0",
     ],
 )
 def model_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -69,6 +73,15 @@ def model_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
                 path, seed=11, n_layer=3, window=7, pattern=[False, True, True], rope_scale=8.0, softcap=3.0, heads=3,
                 kv_heads=1, head_dim=96, weight_type="q8_0",
             )
+        case "qwen3moe":
+            return write_tiny_qwen3moe(path, seed=10)
+        case "qwen3moe q8_0":
+            return write_tiny_qwen3moe(path, seed=11, experts=Experts(count=20, used=8), weight_type="q8_0")
+        case "qwen35moe":
+            return write_tiny_qwen35moe(path, seed=12)
+        case "qwen35moe joined, q8_0":
+            experts = Experts(count=5, used=2, shared=32, joined=True)
+            return write_tiny_qwen35moe(path, seed=13, experts=experts, weight_type="q8_0")
         case _:
             return write_tiny_qwen35(path, seed=5, head_dim=96, weight_type="q8_0")
 

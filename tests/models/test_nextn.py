@@ -22,7 +22,7 @@ from kvs_core.models.recurrent import MAX_ROWS
 from kvs_core.models.registry import read_spec
 from tests.engine.tiny import engine, kv_settings, text
 from tests.reference import forward as oracle
-from tests.support.tiny_gguf import write_tiny_llama, write_tiny_qwen35
+from tests.support.tiny_gguf import write_tiny_llama, write_tiny_qwen35, write_tiny_qwen35moe
 
 NEXTN = Drafting(nextn=True)
 
@@ -30,15 +30,18 @@ NEXTN = Drafting(nextn=True)
 TOLERANCE = 1e-4
 
 
-@pytest.fixture(scope="module", params=["tied", "untied", "q8_0"])
+@pytest.fixture(scope="module", params=["tied", "untied", "experts", "q8_0"])
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models with an MTP block: with the token table as head, with a head of its own, with quantised matrices."""
+    """Models with an MTP block: with the token table as head, with a head of its own, with experts, with quantised
+    matrices."""
     folder = tmp_path_factory.mktemp("nextn")
     match request.param:
         case "tied":
             return write_tiny_qwen35(folder / "tied.gguf", seed=1, head_dim=128, n_layer=4)
         case "untied":
             return write_tiny_qwen35(folder / "untied.gguf", seed=3, tied=False, n_layer=5, interval=3)
+        case "experts":
+            return write_tiny_qwen35moe(folder / "experts.gguf", seed=4)
         case _:
             return write_tiny_qwen35(folder / "q8_0.gguf", seed=5, head_dim=96, n_layer=4, weight_type="q8_0")
 

@@ -42,7 +42,9 @@ from tests.support.tiny_gguf import (
     write_tiny_llama,
     write_tiny_qwen2,
     write_tiny_qwen3,
+    write_tiny_qwen3moe,
     write_tiny_qwen35,
+    write_tiny_qwen35moe,
 )
 
 PLAIN = RopeSpec(
@@ -233,7 +235,8 @@ def copy_with_keys(
 
 WRITERS = {
     "gemma3": partial(write_tiny_gemma3, window=20), "llama": write_tiny_llama, "qwen2": write_tiny_qwen2,
-    "qwen3": write_tiny_qwen3, "qwen35": write_tiny_qwen35,
+    "qwen3": write_tiny_qwen3, "qwen3moe": write_tiny_qwen3moe, "qwen35": write_tiny_qwen35,
+    "qwen35moe": write_tiny_qwen35moe,
 }
 TOKENS = np.random.default_rng(0).integers(0, 256, 96).astype(np.int32)
 YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64}

@@ -36,7 +36,8 @@ def forward(path: Path, tokens: Sequence[int], *, gelu_table: bool = False) -> R
     gelu_table  a ``gemma3`` feed-forward rounds as llama.cpp's CPU code does: see ``gelu``
     """
     model = GgufModel(path, gelu_table)
-    block = {"qwen35": _qwen35_block, "gemma3": _gemma3_block}.get(model.arch, _dense_block)
+    blocks = {"qwen35": _qwen35_block, "qwen35moe": _qwen35_block, "gemma3": _gemma3_block}
+    block = blocks.get(model.arch, _dense_block)
     x = model.rows("token_embd.weight", tokens)
     if model.arch == "gemma3":
         x = x * np.sqrt(x.shape[1])
@@ -179,13 +180,39 @@ def rotate_halves(x: Array, angle: Array) -> Array:
 
 def _feed_forward(model: GgufModel, layer: int, x: Array, norm: str) -> Array:
     y = rms_norm(x, model.tensor(f"blk.{layer}.{norm}.weight"), model.eps)
-    gate = y @ model.tensor(f"blk.{layer}.ffn_gate.weight").T
-    up = y @ model.tensor(f"blk.{layer}.ffn_up.weight").T
-    return (silu(gate) * up) @ model.tensor(f"blk.{layer}.ffn_down.weight").T
+    prefix = f"blk.{layer}.ffn_"
+    if model.has(prefix + "gate_inp.weight"):
+        return _experts(model, prefix, y)
+    return swiglu(y, *(model.tensor(f"{prefix}{name}.weight") for name in ("gate", "up", "down")))
+
+
+def swiglu(y: Array, gate: Array, up: Array, down: Array) -> Array:
+    return (silu(y @ gate.T) * (y @ up.T)) @ down.T
+
+
+def _experts(model: GgufModel, prefix: str, y: Array) -> Array:
+    """Token by token: the likeliest experts, their probabilities scaled to the sum 1; then the one that all take."""
+    if model.has(prefix + "gate_up_exps.weight"):
+        gates, ups = np.split(model.tensor(prefix + "gate_up_exps.weight"), 2, axis=1)
+    else:
+        gates, ups = model.tensor(prefix + "gate_exps.weight"), model.tensor(prefix + "up_exps.weight")
+    downs = model.tensor(prefix + "down_exps.weight")
+    odds = np.exp(y @ model.tensor(prefix + "gate_inp.weight").T)
+    odds = odds / odds.sum(axis=1, keepdims=True)
+    out = np.zeros_like(y)
+    for row, probabilities, total in zip(y, odds, out, strict=True):
+        best = np.argsort(probabilities)[-model.key("expert_used_count") :]
+        for expert in best:
+            share = probabilities[expert] / probabilities[best].sum()
+            total += share * swiglu(row, gates[expert], ups[expert], downs[expert])
+    if model.has(prefix + "gate_inp_shexp.weight"):
+        shared = swiglu(y, *(model.tensor(f"{prefix}{name}_shexp.weight") for name in ("gate", "up", "down")))
+        out += sigmoid(y @ model.tensor(prefix + "gate_inp_shexp.weight"))[:, None] * shared
+    return out
 
 
 def _dense_block(model: GgufModel, layer: int, x: Array) -> Array:
-    """``llama``; ``qwen2`` with biases and ``qwen3`` with norms of q and k, both with halves that turn."""
+    """``llama``; ``qwen2`` with biases and ``qwen3`` with norms of q and k, both with halves that turn; experts."""
     def project(name: str, heads: int) -> Array:
         rows = y @ model.tensor(f"blk.{layer}.{name}.weight").T
         if model.arch == "qwen2":
@@ -194,7 +221,7 @@ def _dense_block(model: GgufModel, layer: int, x: Array) -> Array:
 
     def turn(name: str, heads: int) -> Array:
         rows = project(name, heads)
-        if model.arch == "qwen3":
+        if model.arch in ("qwen3", "qwen3moe"):
             rows = rms_norm(rows, model.tensor(f"blk.{layer}.{name}_norm.weight"), model.eps)
         return (rotate_neighbours if model.arch == "llama" else rotate_halves)(rows, angle)
 

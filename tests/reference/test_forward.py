@@ -14,11 +14,14 @@ from tests.support.compare import max_difference
 from tests.support.float_copy import write_float_copy
 from tests.support.llamacpp import Model
 from tests.support.tiny_gguf import (
+    Experts,
     write_tiny_gemma3,
     write_tiny_llama,
     write_tiny_qwen2,
     write_tiny_qwen3,
+    write_tiny_qwen3moe,
     write_tiny_qwen35,
+    write_tiny_qwen35moe,
 )
 from tests.support.tiny_vocab import TRAINING_TEXT
 
@@ -40,6 +43,10 @@ VARIANTS: list[tuple[Callable[..., Path], dict[str, Any]]] = [
     (write_tiny_gemma3, {"window": 20}),
     (write_tiny_gemma3, {"tied": False, "window": 7, "rope_scale": 8.0, "softcap": 3.0, "heads": 3, "kv_heads": 1}),
     (write_tiny_gemma3, {"n_layer": 62, "embd": 32, "ffn": 32, "heads": 2, "kv_heads": 1, "pattern": 6}),
+    (write_tiny_qwen3moe, {}),
+    (write_tiny_qwen3moe, {"tied": False, "experts": Experts(count=5, used=1, ffn=48)}),
+    (write_tiny_qwen35moe, {}),
+    (write_tiny_qwen35moe, {"mtp": False, "experts": Experts(count=9, used=4, shared=32, joined=True)}),
     (write_tiny_qwen35, {"mtp": False}),
     (write_tiny_qwen35, {"tied": False}),
     (write_tiny_qwen35, {"head_dim": 128, "ssm_k_heads": 4, "ssm_v_heads": 8, "interval": 3, "n_layer": 6}),
@@ -68,9 +75,10 @@ def test_quantised_weights_are_used_as_they_dequantise(weight_type: str, tmp_pat
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_hidden_rows_and_mtp_block_agree(tied: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("write", [write_tiny_qwen35, write_tiny_qwen35moe])
+def test_hidden_rows_and_mtp_block_agree(write: Callable[..., Path], tied: bool, tmp_path: Path) -> None:
     """The rows after output_norm are llama.cpp's, and so are the MTP block's logits and rows that follow from them."""
-    path = write_tiny_qwen35(tmp_path / "model.gguf", seed=13, tied=tied)
+    path = write(tmp_path / "model.gguf", seed=13, tied=tied)
     with (
         Model(path, load_mtp=True) as model,
         model.context(hidden=True) as trunk,

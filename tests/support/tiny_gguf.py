@@ -5,6 +5,7 @@
     write_tiny_qwen2    the same with other rotary pairs and biases
     write_tiny_qwen3    the same with other rotary pairs and norms of q and k
     write_tiny_gemma3   the same, most layers seeing a window alone, and norms of all that is added
+    write_tiny_qwen3moe, write_tiny_qwen35moe    write_tiny_qwen3 and write_tiny_qwen35 with experts behind a router
 
 Weights are scaled so that a forward pass behaves like one of a trained model: logits spread over a few nats, attention
 looks both near and far, recurrent state decays by 0.6 to 0.999 a token, greedy text does not settle on one token, and
@@ -14,7 +15,9 @@ below 2 MiB with the default sizes.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -29,6 +32,24 @@ WEIGHT_TYPES = {
 LOGIT_STD = 2.0
 
 
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Feed-forward parts of a mixture of experts. shared: width of the one for all rows, or 0; joined: see ExpertSpec.
+
+    A router's logits spread widely, so that few choices are close, and the last expert chosen counts little.
+    """
+
+    count: int = 6
+    used: int = 3
+    ffn: int = 32
+    shared: int = 0
+    joined: bool = False
+
+
+ROUTED = Experts()
+SHARED = Experts(count=5, used=2, shared=32)
+
+
 class _Tensors:
     """Draws random tensors and adds them to a file. Matrices have shape (out, in) and apply as ``x @ W.T``."""
 
@@ -37,9 +58,13 @@ class _Tensors:
         self.rng = rng
         self.weight_type = WEIGHT_TYPES[weight_type]
 
-    def matrix(self, name: str, rows: int, cols: int, *, gain: float | np.ndarray = 1.0) -> None:
-        """Rows of ``cols`` normal numbers: an input of rms 1 gives outputs of rms ``gain``, a number or one per row."""
-        values = self.rng.normal(0.0, 1.0, (rows, cols)) * np.reshape(gain / np.sqrt(cols), (-1, 1))
+    def matrix(self, name: str, rows: int, cols: int, *, gain: float | np.ndarray = 1.0, count: int = 0) -> None:
+        """Rows of ``cols`` normal numbers: an input of rms 1 gives outputs of rms ``gain``, a number or one per row.
+
+        count  of matrices in the tensor, if it has a dimension for them
+        """
+        shape = (count, rows, cols) if count else (rows, cols)
+        values = self.rng.normal(0.0, 1.0, shape) * np.reshape(gain / np.sqrt(cols), (-1, 1))
         data = gguf.quants.quantize(values.astype(np.float32), self.weight_type)
         self.writer.add_tensor(name, data, raw_dtype=self.weight_type)
 
@@ -69,6 +94,21 @@ class _Tensors:
         self.matrix(f"{block}.ffn_up.weight", ffn, embd)
         self.matrix(f"{block}.ffn_down.weight", embd, ffn, gain=0.6)
 
+    def experts(self, block: str, embd: int, experts: Experts) -> None:
+        count, ffn, shared = experts.count, experts.ffn, experts.shared
+        self.matrix(f"{block}.ffn_gate_inp.weight", count, embd, gain=2.0)
+        if experts.joined:
+            self.matrix(f"{block}.ffn_gate_up_exps.weight", 2 * ffn, embd, count=count)
+        else:
+            self.matrix(f"{block}.ffn_gate_exps.weight", ffn, embd, count=count)
+            self.matrix(f"{block}.ffn_up_exps.weight", ffn, embd, count=count)
+        self.matrix(f"{block}.ffn_down_exps.weight", embd, ffn, gain=0.6, count=count)
+        if shared:
+            self.plain(f"{block}.ffn_gate_inp_shexp.weight", self.rng.normal(0.0, 1.0 / np.sqrt(embd), embd))
+            self.matrix(f"{block}.ffn_gate_shexp.weight", shared, embd)
+            self.matrix(f"{block}.ffn_up_shexp.weight", shared, embd)
+            self.matrix(f"{block}.ffn_down_shexp.weight", embd, shared, gain=0.6)
+
 
 def write_tiny_qwen35(
     path: Path,
@@ -88,19 +128,26 @@ def write_tiny_qwen35(
     ssm_v_heads: int = 4,
     interval: int = 4,
     context_length: int = 32768,
+    experts: Experts | None = None,
 ) -> Path:
     """Write a ``qwen35`` model: layer ``i`` is full attention iff ``(i + 1) % interval == 0``, the others DeltaNet.
 
     With ``mtp`` one more block, a full-attention one, follows the ``n_layer`` trunk layers. A quarter of each head is
     rotated. ``ssm_state`` is the head size of the DeltaNet layers. llama.cpp aborts on a trunk that has no layer of
-    one of the two kinds. Returns ``path``.
+    one of the two kinds. With ``experts`` it is a ``qwen35moe`` model. Returns ``path``.
     """
-    writer = gguf.GGUFWriter(path, "qwen35")
-    _add_general(writer, "tiny qwen35", weight_type)
+    arch = "qwen35moe" if experts else "qwen35"
+    writer = gguf.GGUFWriter(path, arch)
+    _add_general(writer, f"tiny {arch}", weight_type)
     blocks = n_layer + int(mtp)
     rotated = head_dim // 4
     pairs = rotated // 2
-    _add_common(writer, blocks, embd, ffn, heads, kv_heads, head_dim, rotated, context_length, eps=1e-6, base=1e6)
+    _add_common(
+        writer, blocks, embd, 0 if experts else ffn, heads, kv_heads, head_dim, rotated, context_length,
+        eps=1e-6, base=1e6,
+    )
+    if experts:
+        _add_experts(writer, experts)
     # Pair i belongs to section i % 3: sections that are too short would leave the last pairs unrotated.
     writer.add_rope_dimension_sections([(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0])
     writer.add_ssm_conv_kernel(4)
@@ -108,9 +155,9 @@ def write_tiny_qwen35(
     writer.add_ssm_group_count(ssm_k_heads)
     writer.add_ssm_time_step_rank(ssm_v_heads)
     writer.add_ssm_inner_size(ssm_v_heads * ssm_state)
-    writer.add_uint32("qwen35.full_attention_interval", interval)
+    writer.add_uint32(f"{arch}.full_attention_interval", interval)
     if mtp:
-        writer.add_uint32("qwen35.nextn_predict_layers", 1)
+        writer.add_uint32(f"{arch}.nextn_predict_layers", 1)
     vocab = add_vocab(writer, "qwen35")
 
     put = _Tensors(writer, np.random.default_rng(seed), weight_type)
@@ -119,7 +166,10 @@ def write_tiny_qwen35(
         block = f"blk.{layer}"
         put.norm(f"{block}.attn_norm.weight", embd)
         put.norm(f"{block}.post_attention_norm.weight", embd)
-        put.feed_forward(block, embd, ffn)
+        if experts:
+            put.experts(block, embd, experts)
+        else:
+            put.feed_forward(block, embd, ffn)
         if layer == n_layer or (layer + 1) % interval == 0:
             _put_gated_attention(put, block, embd, heads, kv_heads, head_dim)
         else:
@@ -129,6 +179,13 @@ def write_tiny_qwen35(
         for name in ("enorm", "hnorm", "shared_head_norm"):
             put.norm(f"blk.{n_layer}.nextn.{name}.weight", embd)
     return _finish(writer, path)
+
+
+def write_tiny_qwen35moe(
+    path: Path, *, seed: int, experts: Experts = SHARED, n_layer: int = 4, interval: int = 2, **options: Any
+) -> Path:
+    """Write a ``qwen35moe`` model, as ``write_tiny_qwen35`` with experts, also in the MTP block. Returns ``path``."""
+    return write_tiny_qwen35(path, seed=seed, experts=experts, n_layer=n_layer, interval=interval, **options)
 
 
 def write_tiny_llama(
@@ -209,21 +266,33 @@ def write_tiny_qwen3(
     kv_heads: int = 2,
     head_dim: int = 64,
     context_length: int = 32768,
+    experts: Experts | None = None,
 ) -> Path:
-    """Write a ``qwen3`` model: its heads together are wider than its rows. Returns ``path``."""
-    writer = gguf.GGUFWriter(path, "qwen3")
-    _add_general(writer, "tiny qwen3", weight_type)
+    """Write a ``qwen3`` model: its heads together are wider than its rows. With ``experts`` it is a ``qwen3moe`` one.
+
+    Returns ``path``.
+    """
+    arch = "qwen3moe" if experts else "qwen3"
+    writer = gguf.GGUFWriter(path, arch)
+    _add_general(writer, f"tiny {arch}", weight_type)
     _add_common(writer, n_layer, embd, ffn, heads, kv_heads, head_dim, None, context_length, eps=1e-6, base=1e6)
+    if experts:
+        _add_experts(writer, experts)
     vocab = add_vocab(writer, "qwen2")
 
     put = _Tensors(writer, np.random.default_rng(seed), weight_type)
     put.embeddings(vocab, embd, tied=tied)
     for layer in range(n_layer):
         block = f"blk.{layer}"
-        _put_dense_block(put, block, embd, ffn, heads, kv_heads, head_dim, gain=0.2)
+        _put_dense_block(put, block, embd, experts or ffn, heads, kv_heads, head_dim, gain=0.2)
         put.norm(f"{block}.attn_q_norm.weight", head_dim)
         put.norm(f"{block}.attn_k_norm.weight", head_dim)
     return _finish(writer, path)
+
+
+def write_tiny_qwen3moe(path: Path, *, seed: int, experts: Experts = ROUTED, **options: Any) -> Path:
+    """Write a ``qwen3moe`` model, as ``write_tiny_qwen3`` with experts. Returns ``path``."""
+    return write_tiny_qwen3(path, seed=seed, experts=experts, **options)
 
 
 def write_tiny_gemma3(
@@ -295,7 +364,8 @@ def _add_common(
     writer.add_block_count(blocks)
     writer.add_context_length(context_length)
     writer.add_embedding_length(embd)
-    writer.add_feed_forward_length(ffn)
+    if ffn:
+        writer.add_feed_forward_length(ffn)
     writer.add_head_count(heads)
     writer.add_head_count_kv(kv_heads)
     if head_dim is not None:
@@ -307,17 +377,28 @@ def _add_common(
     writer.add_rope_freq_base(base)
 
 
+def _add_experts(writer: gguf.GGUFWriter, experts: Experts) -> None:
+    writer.add_expert_count(experts.count)
+    writer.add_expert_used_count(experts.used)
+    writer.add_expert_feed_forward_length(experts.ffn)
+    if experts.shared:
+        writer.add_expert_shared_feed_forward_length(experts.shared)
+
+
 def _put_dense_block(
-    put: _Tensors, block: str, embd: int, ffn: int, heads: int, kv_heads: int, head_dim: int, *, gain: float
+    put: _Tensors, block: str, embd: int, ffn: int | Experts, heads: int, kv_heads: int, head_dim: int, *, gain: float
 ) -> None:
-    """``gain``: of what attention adds."""
+    """``ffn``: the feed-forward part's width, or experts; ``gain``: of what attention adds."""
     put.norm(f"{block}.attn_norm.weight", embd)
     put.matrix(f"{block}.attn_q.weight", heads * head_dim, embd, gain=1.2)
     put.matrix(f"{block}.attn_k.weight", kv_heads * head_dim, embd, gain=1.2)
     put.matrix(f"{block}.attn_v.weight", kv_heads * head_dim, embd)
     put.matrix(f"{block}.attn_output.weight", embd, heads * head_dim, gain=gain)
     put.norm(f"{block}.ffn_norm.weight", embd)
-    put.feed_forward(block, embd, ffn)
+    if isinstance(ffn, Experts):
+        put.experts(block, embd, ffn)
+    else:
+        put.feed_forward(block, embd, ffn)
 
 
 def _put_gated_attention(put: _Tensors, block: str, embd: int, heads: int, kv_heads: int, head_dim: int) -> None:

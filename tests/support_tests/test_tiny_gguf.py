@@ -20,16 +20,24 @@ from tests.support.tiny_gguf import (
     write_tiny_llama,
     write_tiny_qwen2,
     write_tiny_qwen3,
+    write_tiny_qwen3moe,
     write_tiny_qwen35,
+    write_tiny_qwen35moe,
 )
 from tests.support.tiny_vocab import TRAINING_TEXT, byte_alphabet, tokens
 
-WRITERS = [write_tiny_gemma3, write_tiny_llama, write_tiny_qwen2, write_tiny_qwen3, write_tiny_qwen35]
+WRITERS = [
+    write_tiny_gemma3, write_tiny_llama, write_tiny_qwen2, write_tiny_qwen3, write_tiny_qwen3moe, write_tiny_qwen35,
+    write_tiny_qwen35moe,
+]
 MAX_BYTES = 2 << 20
 PLAIN_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=80)
 
 
-@pytest.fixture(scope="module", params=["gemma3 with BOS", "llama", "llama with BOS", "qwen2", "qwen3", "qwen35"])
+@pytest.fixture(
+    scope="module",
+    params=["gemma3 with BOS", "llama", "llama with BOS", "qwen2", "qwen3", "qwen3moe", "qwen35", "qwen35moe"],
+)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
     path = tmp_path_factory.mktemp("tiny") / "model.gguf"
     match request.param:
@@ -39,6 +47,10 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             write_tiny_qwen2(path, seed=1)
         case "qwen3":
             write_tiny_qwen3(path, seed=1)
+        case "qwen3moe":
+            write_tiny_qwen3moe(path, seed=1)
+        case "qwen35moe":
+            write_tiny_qwen35moe(path, seed=1)
         case "qwen35":
             write_tiny_qwen35(path, seed=1)
         case name:

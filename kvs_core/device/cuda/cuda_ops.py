@@ -13,6 +13,7 @@ from kvs_core.device.base import (
     AttentionParams,
     Buffer,
     Capabilities,
+    ExpertWeights,
     GdnShape,
     GdnState,
     GdnWeights,
@@ -77,6 +78,7 @@ class CudaOps:
             kv_pairs=frozenset(itertools.product(KvType, KvType)),
             head_dims=frozenset(range(_LEAST_HEAD_DIM, _MOST_HEAD_DIM + 1, 16)),
             max_decode_rows=MAX_ROWS,
+            experts=False,
         )
 
     def page_order(self, geometry: PageGeometry) -> PageOrder:
@@ -178,6 +180,10 @@ class CudaOps:
         assert isinstance(weight, CudaWeight)
         family = self._matmul if phase is Phase.DECODE else self._prefill_matmul
         family.add_normed(rows, weight, norm, x, eps=eps)
+
+    def add_experts(self, x: Buffer, norm: Buffer, weights: ExpertWeights, *, eps: float, phase: Phase) -> None:
+        """See ``Ops.add_experts``. There are no kernels for it, as ``capabilities`` says."""
+        raise AssertionError("a mixture of experts on a device that refuses it")
 
     def load_plan(self, layer: int, rows: int, plan: LayerPlan) -> DevicePlan:
         """See ``Ops.load_plan``."""

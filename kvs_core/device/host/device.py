@@ -99,6 +99,7 @@ class HostDevice:
             kv_pairs=frozenset(itertools.product(KvType, KvType)),
             head_dims=None,
             max_decode_rows=_PROBE_ROWS,
+            experts=True,
         )
         self._debug = debug or HostDebug()
         self._compute, self._copy, self._publish = ComputeStream(), CopyStream("copy"), CopyStream("publish")

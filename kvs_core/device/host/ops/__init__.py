@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvs_core.device.base import Activation, AttentionParams, Buffer, StepInputs, Weight
-from kvs_core.device.host.ops import attention, basic, gdn, kv_write
+from kvs_core.device.base import Activation, AttentionParams, Buffer, ExpertWeights, StepInputs, Weight
+from kvs_core.device.host.ops import attention, basic, experts, gdn, kv_write
 from kvs_core.device.host.workers import Team
 from kvs_core.memory.phases import Phase
 from kvs_core.paging.geometry import PageGeometry
@@ -65,6 +65,10 @@ class HostOps:
         basic.matmul(rows, weight, out, phase=phase, team=self._team)
         basic.rms_norm(out, norm, out, eps=eps)
         x += out
+
+    def add_experts(self, x: Buffer, norm: Buffer, weights: ExpertWeights, *, eps: float, phase: Phase) -> None:
+        """See ``Ops.add_experts``."""
+        experts.add_experts(x, norm, weights, eps=eps, phase=phase, team=self._team)
 
     def top_logits(self, logits: Buffer, k: int) -> None:
         """See ``Ops.top_logits``. The host has all logits at hand."""
