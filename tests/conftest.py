@@ -4,7 +4,7 @@ Environment:
     KVS_TEST_MODEL       path of SmolLM2-135M-Instruct.Q4_1.gguf; without it, models/ at the repository root
     KVS_TEST_CACHE       folder for derived models, kept between runs; without it, models/ at the repository root
     KVS_TEST_LONG        1: tests that take every case of theirs, for an hour, and SmolLM2 where small models would do
-    HYPOTHESIS_PROFILE   ``default`` or ``ci`` (the same examples every time); without it, ``ci`` where ``CI`` is set
+    HYPOTHESIS_PROFILE   ``default`` or ``ci`` (fewer examples, always the same); without it, ``ci`` where ``CI`` is set
     CI                   makes a missing model a failure instead of a skip
 """
 
@@ -31,7 +31,9 @@ SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
 hypothesis.settings.register_profile(
     "default", max_examples=50, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
-hypothesis.settings.register_profile("ci", hypothesis.settings.get_profile("default"), derandomize=True)
+hypothesis.settings.register_profile(
+    "ci", hypothesis.settings.get_profile("default"), derandomize=True, max_examples=20
+)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "default"))
 
 

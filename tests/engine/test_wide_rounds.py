@@ -133,15 +133,19 @@ def test_the_text_is_that_without_drafts(
     """Where long drafts are mostly wrong, and the model drafts where they have nothing: tokens and logits to the last
     bit, from a streamed pool."""
     few = dict(OF_FEW["logit_bias"])
-    prompt = [*text(256, 300), *(list(few)[token] for token in text(len(few), 150))]
-    expected = write(wide_models["qwen35"], prompt, NONE, monkeypatch, params=OF_FEW)
-    found = write(
-        wide_models["qwen35"], prompt, simple(*more, adaptive=adaptive, size_n=3), monkeypatch, params=OF_FEW, pool=0.5
-    )
-    assert (found.tokens, found.logits) == (expected.tokens, expected.logits)
-    stats = found.stats["ngram-simple"]
-    assert stats.accepted_tokens < stats.drafted_tokens
-    assert adaptive or (stats.accepted_tokens > 0 and 49 in found.rows)
+    for seed in range(12):   # a random model writes something else on every kind of processor
+        prompt = [*text(256, 300), *(list(few)[token] for token in text(len(few), 150, seed))]
+        expected = write(wide_models["qwen35"], prompt, NONE, monkeypatch, params=OF_FEW)
+        found = write(
+            wide_models["qwen35"], prompt, simple(*more, adaptive=adaptive, size_n=3), monkeypatch, params=OF_FEW,
+            pool=0.5,
+        )
+        assert (found.tokens, found.logits) == (expected.tokens, expected.logits)
+        stats = found.stats["ngram-simple"]
+        assert stats.accepted_tokens < stats.drafted_tokens
+        if adaptive or (stats.accepted_tokens > 0 and 49 in found.rows):
+            return
+    pytest.fail("no long draft began with a right token")
 
 
 def test_adaptive_drafts_grow_with_the_first_that_is_right(
