@@ -92,7 +92,7 @@ def test_bits_do_not_depend_on_residency(
     """Logits of prefill and decode are those of a fully resident run, bit for bit, for any pool, ring and run length:
     while pages are added, cuts move, steps are captured anew, and the phases take turns."""
     few = ("f32", "q5_1") if model == "qwen35" else ("q8_0", "q4_0")
-    if not machine.on_gpu and (types != few or model not in ("qwen35", "gemma3")):
+    if not machine.on_gpu and (types != few or model != "qwen35"):
         pytest.skip("for a GPU alone: the stand-in is slow")
     script = prefill(288) + decode(1, 8) + prefill(40) + decode(8, 3, 8, 1, 8)
     if machine.on_gpu:
@@ -291,6 +291,8 @@ def test_the_host_has_the_same_log_probabilities(
 @pytest.mark.parametrize("model", ["gemma3", "llama", "qwen2", "qwen3", "qwen35"])
 def test_every_arch_has_the_hosts_log_probabilities(machine: Machine, models: dict[str, Path], model: str) -> None:
     """Biases, norms of heads and either kind of rotary pairs, over pages that stream, in prefill and in decode."""
+    if not machine.on_gpu and model not in ("gemma3", "qwen2"):
+        pytest.skip("for a GPU alone: the stand-in is slow")
     tokens = text(256, 268, 3)
     outcome = []
     for device in (machine.device, None):
