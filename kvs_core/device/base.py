@@ -13,7 +13,7 @@ Absent here: which page is where (paging), when to move it (streaming), what a l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
@@ -88,17 +88,9 @@ class Capabilities:
     kv_pairs: frozenset[tuple[KvType, KvType]]
     head_dims: frozenset[int] | None   # None: any
     max_decode_rows: int
-    experts: bool                      # a mixture of experts can be computed
 
-    def check(self, geometry: PageGeometry, *, experts: bool) -> None:
-        """Raise ``CapabilityError`` unless pages of this geometry can be written and attended.
-
-        experts  the model is a mixture of experts
-        """
-        if experts and not self.experts:
-            raise CapabilityError(
-                f"a mixture of experts has no kernels on {self.device}; use --device cpu, or a dense model"
-            )
+    def check(self, geometry: PageGeometry) -> None:
+        """Raise ``CapabilityError`` unless pages of this geometry can be written and attended."""
         if (geometry.k_type, geometry.v_type) not in self.kv_pairs:
             raise CapabilityError(
                 f"K {geometry.k_type.label} with V {geometry.v_type.label} has no attention kernel on {self.device}; "
@@ -267,7 +259,7 @@ class ExpertWeights:
 
     router          [experts, E]
     used            experts that a row takes
-    gate_up, down   of each expert: [2 F, E], its gate and then its up, and [E, F]
+    gate_up, down   of each expert: [2 F, E], its gate and then its up, and [E, F], from ``Device.load_experts``
     shared_gate     [E]; None, as the two below, where no expert is shared
     shared_gate_up  [2 Fs, E]
     shared_down     [E, Fs]
@@ -275,8 +267,8 @@ class ExpertWeights:
 
     router: Weight
     used: int
-    gate_up: Sequence[Weight]
-    down: Sequence[Weight]
+    gate_up: Sized
+    down: Sized
     shared_gate: Buffer | None
     shared_gate_up: Weight | None
     shared_down: Weight | None
@@ -284,6 +276,16 @@ class ExpertWeights:
     def __post_init__(self) -> None:
         assert 0 < self.used <= self.router.n_out == len(self.gate_up) == len(self.down)
         assert (self.shared_gate is None) == (self.shared_gate_up is None) == (self.shared_down is None)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSizes:
+    """``count`` experts with n_ff values within, of which a row takes ``used``; n_shared: of the one for all, or 0."""
+
+    count: int
+    used: int
+    n_ff: int
+    n_shared: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +300,7 @@ class StepSizes:
     heads, kv_heads, k_dim  of the attention layers; 0 without
     gdn         of the recurrent layers; None without
     post_norms  whether there is an ``add_normed``
+    experts     of a mixture of experts, else None
     """
 
     rows: int
@@ -310,6 +313,7 @@ class StepSizes:
     k_dim: int
     gdn: GdnShape | None = None
     post_norms: bool = False
+    experts: ExpertSizes | None = None
 
 
 class Weight(Protocol):
@@ -390,11 +394,14 @@ class Ops(Protocol):
         """
         ...
 
-    def add_experts(self, x: Buffer, norm: Buffer, weights: ExpertWeights, *, eps: float, phase: Phase) -> None:
+    def add_experts(
+        self, x: Buffer, norm: Buffer, weights: ExpertWeights, *, eps: float, phase: Phase,
+        activation: Activation = Activation.SILU,
+    ) -> None:
         """x += sum over a row's experts e of w_e f_e(y), then sigmoid(y . shared_gate) f_shared(y), y = rms(x) * norm.
 
-        f(y) = down(silu(gate(y)) * up(y)), with the matrices of that expert. A row's experts are the ``used`` ones
-        of the largest logits y @ router.T, in float32, of equal ones the lower numbers; w is the softmax over all
+        f(y) = down(activation(gate(y)) * up(y)), with the matrices of that expert. A row's experts are the ``used``
+        ones of the largest logits y @ router.T, in float32, of equal ones the lower numbers; w is the softmax over all
         experts, scaled so that those of the row sum to 1. They are added in the order of their numbers, the shared one
         last.   x [T, E]; norm [E]
         Source: Qwen3 report, arXiv 2505.09388; the shared expert: Qwen2 report, arXiv 2407.10671; ggml's qwen35moe.
@@ -589,6 +596,13 @@ class Device(Protocol):
 
     def load_matrix(self, infos: Sequence[TensorInfo], biases: Sequence[TensorInfo | None] = ()) -> Weight:
         """Matrices of GGUF shapes [n_in, n_out], joined, to be multiplied. ``biases``: none, or one entry each."""
+        ...
+
+    def load_experts(self, infos: Sequence[TensorInfo]) -> Sized:
+        """Tensors of GGUF shapes [n_in, n_out, experts] as a matrix for each expert, its rows of all of them joined.
+
+        For ``ExpertWeights``.
+        """
         ...
 
     def load_table(self, info: TensorInfo) -> Weight:

@@ -88,7 +88,7 @@ class Engine:
             device=BudgetDevice.of(device), drafting=drafting,
         )
         first = plan(free_bytes=device.free_bytes())
-        device.capabilities.check(first.geometry, experts=spec.experts is not None)   # before the weights
+        device.capabilities.check(first.geometry)   # before the weights
         self._model = load_model(
             file, device, context_tokens=first.context.context_tokens, rope=rope, nextn=drafting.nextn,
             progress=progress,

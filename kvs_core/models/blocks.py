@@ -155,10 +155,13 @@ class Experts:
 
     norm: Buffer
     weights: ExpertWeights
+    activation: Activation = Activation.SILU
 
     def add_to(self, step: Step) -> None:
         """x += what the experts make of rms(x, norm)"""
-        step.ops.add_experts(step.x, self.norm, self.weights, eps=step.eps, phase=step.batch.phase)
+        step.ops.add_experts(
+            step.x, self.norm, self.weights, eps=step.eps, phase=step.batch.phase, activation=self.activation
+        )
 
 
 def attention_columns(layer: LayerSpec) -> int:

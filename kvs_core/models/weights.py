@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from kvs_core.device.base import AttentionParams, Buffer, Device, ExpertWeights, RopeTable, Weight
 from kvs_core.errors import ModelFileError
-from kvs_core.formats.gguf import GgufFile, TensorInfo
+from kvs_core.formats.gguf import GgufFile, TensorInfo, split_experts
 from kvs_core.formats.quants import can_dequantize
 from kvs_core.models.blocks import Attention, Experts, FeedForward
 from kvs_core.models.spec import ExpertSpec, LayerSpec, ModelSpec, TensorSpec
@@ -59,17 +58,6 @@ def check_tensors(file: GgufFile, arch: str, table: Iterable[TensorSpec]) -> Non
 def is_matrix(spec: TensorSpec) -> bool:
     """Whether a tensor is multiplied with rows. The taps of a convolution are two-dimensional too, and are not."""
     return len(spec.shape) == 2 and not spec.name.endswith("conv1d.weight")
-
-
-def split_experts(info: TensorInfo) -> Iterator[TensorInfo]:
-    """The matrices [n_in, n_out] of a tensor [n_in, n_out, n], which lie one behind the other."""
-    n_in, n_out, count = info.shape
-    size = info.n_bytes // count
-    for number in range(count):
-        yield replace(
-            info, name=f"{info.name}[{number}]", shape=(n_in, n_out), n_elements=n_in * n_out, n_bytes=size,
-            data=info.data[number * size : (number + 1) * size],
-        )
 
 
 class Loader:
@@ -155,7 +143,7 @@ class Loader:
         """The feed-forward part of a layer, or its experts, behind the norm of that name."""
         block = f"blk.{layer.index}"
         if spec.experts is not None:
-            return Experts(self.vector(f"{block}.{norm}.weight"), self._experts(spec.experts, block))
+            return Experts(self.vector(f"{block}.{norm}.weight"), self._experts(spec.experts, block), spec.activation)
         return FeedForward(
             norm=self.vector(f"{block}.{norm}.weight"),
             gate_up=self.matrix(f"{block}.ffn_gate", f"{block}.ffn_up"),
@@ -166,15 +154,12 @@ class Loader:
 
     def _experts(self, experts: ExpertSpec, block: str) -> ExpertWeights:
         stems = ("ffn_gate_up",) if experts.joined else ("ffn_gate", "ffn_up")
-        parts = [split_experts(self._info(f"{block}.{stem}_exps.weight")) for stem in stems]
         shared = experts.n_shared > 0
         return ExpertWeights(
             router=self.matrix(f"{block}.ffn_gate_inp"),
             used=experts.used,
-            gate_up=tuple(self._device.load_matrix(infos) for infos in zip(*parts, strict=True)),
-            down=tuple(
-                self._device.load_matrix([info]) for info in split_experts(self._info(f"{block}.ffn_down_exps.weight"))
-            ),
+            gate_up=self._device.load_experts([self._info(f"{block}.{stem}_exps.weight") for stem in stems]),
+            down=self._device.load_experts([self._info(f"{block}.ffn_down_exps.weight")]),
             shared_gate=self.vector(f"{block}.ffn_gate_inp_shexp.weight") if shared else None,
             shared_gate_up=self.matrix(f"{block}.ffn_gate_shexp", f"{block}.ffn_up_shexp") if shared else None,
             shared_down=self.matrix(f"{block}.ffn_down_shexp") if shared else None,

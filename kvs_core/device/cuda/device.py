@@ -6,7 +6,7 @@ that. A decode step is a CUDA graph with a compute branch and a copy branch, lau
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -157,6 +157,10 @@ class CudaDevice:
         """See ``Device``. Types without a kernel become float16."""
         return self._weights.load(infos, biases)
 
+    def load_experts(self, infos: Sequence[TensorInfo]) -> Sized:
+        """See ``Device``. Raises ``CapabilityError`` for sizes without a kernel."""
+        return self._weights.load_experts(infos)
+
     def load_table(self, info: TensorInfo) -> Weight:
         """See ``Device``. It stays in pinned host memory, where kernels can read it: a step takes a row per token."""
         for table in self._tables:
@@ -184,7 +188,9 @@ class CudaDevice:
         self._files.finish()
         self._weights.finish()
         weights = list(self._weights.weights)
-        kernels = self._ops.kernels(weights, self._tables, geometry, attention, recurrent, activation)
+        kernels = self._ops.kernels(
+            weights, self._weights.stacks, self._tables, geometry, attention, recurrent, activation
+        )
         self._runtime.launcher.prepare(kernels, progress)
 
     def _allocate_weights(self, size_bytes: int) -> Buffer:

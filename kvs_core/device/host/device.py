@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -39,7 +39,7 @@ from kvs_core.device.host.weights import HeldMatrix, HostWeight, HostWeights, al
 from kvs_core.device.host.workers import Team
 from kvs_core.device.workspace import BufferSpec, Workspace
 from kvs_core.errors import DeviceError
-from kvs_core.formats.gguf import TensorInfo
+from kvs_core.formats.gguf import TensorInfo, split_experts
 from kvs_core.formats.quants import dequantize_rows
 from kvs_core.memory.phases import Phase
 from kvs_core.paging.geometry import KvType, PageGeometry
@@ -99,7 +99,6 @@ class HostDevice:
             kv_pairs=frozenset(itertools.product(KvType, KvType)),
             head_dims=None,
             max_decode_rows=_PROBE_ROWS,
-            experts=True,
         )
         self._debug = debug or HostDebug()
         self._compute, self._copy, self._publish = ComputeStream(), CopyStream("copy"), CopyStream("publish")
@@ -164,6 +163,10 @@ class HostDevice:
                 for info, given in parts
             ])
         return HostWeight([self._weights.matrix(info) for info in infos], bias)
+
+    def load_experts(self, infos: Sequence[TensorInfo]) -> Sized:
+        """See ``Device``."""
+        return tuple(self.load_matrix(parts) for parts in zip(*map(split_experts, infos), strict=True))
 
     def load_table(self, info: TensorInfo) -> Weight:
         """See ``Device``."""
