@@ -20,6 +20,7 @@ from kvs_cli.prompt import prompt_tokens, read_prompt
 from kvs_cli.render import Screen, end_text, log_summary, print_json, write_text
 from kvs_cli.result import INTERRUPTED, Drafts, RunResult, Timings
 from kvs_cli.saved_text import SavedText, check_place
+from kvs_core.device.choose import begin_opening
 from kvs_core.engine.completion import Piece, complete
 from kvs_core.engine.engine import Engine
 from kvs_core.engine.round import accept_prompt
@@ -37,6 +38,7 @@ def execute(settings: RunSettings) -> int:
     if settings.session is not None:
         check_place(settings.session)
     text = read_prompt(settings.prompt)
+    begin_opening(settings.engine.device)
     model = open_model(settings.engine.model, screen, settings.engine.rope)
     context = plan_context(model, settings.engine)
     goes_on = not text and settings.session is not None and settings.session.exists()

@@ -31,6 +31,7 @@ from kvs_cli.server.replies import Names
 from kvs_cli.server.routes import Routes
 from kvs_cli.server.service import Service
 from kvs_cli.server.slot import Conversation
+from kvs_core.device.choose import begin_opening
 from kvs_core.engine.checkpoints import Checkpoints
 from kvs_core.engine.engine import Engine
 from kvs_core.engine.parked import ParkedSessions
@@ -108,6 +109,7 @@ class Server:
     def _run_engine(self) -> None:
         settings = self._settings
         try:
+            begin_opening(settings.engine.device)
             model = open_model(settings.engine.model, self._screen, settings.engine.rope)
             context = plan_context(model, settings.engine)
             template = read_template(model, settings.chat)

@@ -562,32 +562,13 @@ class Captured(Protocol):
         ...
 
 
-class Device(Protocol):
-    """One accelerator (or the host playing one)."""
+class ModelDevice(Protocol):
+    """What a model is loaded onto."""
 
-    name: str
-    captures: bool    # decode steps are captured, never run as they come
-    is_host: bool     # its memory is the host's, which the history needs too
-    capabilities: Capabilities
     ops: Ops
-    compute: Stream
-    copy: Stream      # history -> slots
-    publish: Stream   # slots -> history
-
-    def allocate_arena(self, size_bytes: int) -> None:
-        """The one arena, exactly that many bytes. ``DeviceError`` if it cannot be had."""
-        ...
-
-    def arena_view(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any] | type) -> Buffer:
-        """A window on the arena as an array. No copy; valid as long as the region's lease is held."""
-        ...
 
     def allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any] | type) -> Buffer:
         """Zeroed device memory beside the arena (recurrent state), for load time only."""
-        ...
-
-    def allocate_pinned(self, size_bytes: int) -> np.ndarray:
-        """Host memory that the copy streams can move fast, uint8 [size_bytes]. ``DeviceError`` if there is none."""
         ...
 
     def load_vector(self, info: TensorInfo, *, transposed: bool = False) -> Buffer:
@@ -617,6 +598,48 @@ class Device(Protocol):
         """Decide how the matrices of a model are held, and do the loading work. Once, before ``load_matrix``."""
         ...
 
+    def download(self, buffer: Buffer) -> np.ndarray:
+        """A host copy, after all work on the compute stream. The only synchronisation in a step, for logits or ids."""
+        ...
+
+
+class Outline(ModelDevice, Protocol):
+    """Takes a model without reading or holding its weights."""
+
+    def begin_ops(
+        self, geometry: PageGeometry, attention: Sequence[AttentionParams], recurrent: Sequence[GdnShape],
+        activation: Activation,
+    ) -> None:
+        """Begin, in the background, what ``Device.prepare_ops`` will do for this model once it is loaded.
+
+        Errors are left for then.
+        """
+        ...
+
+
+class Device(ModelDevice, Protocol):
+    """One accelerator (or the host playing one)."""
+
+    name: str
+    captures: bool    # decode steps are captured, never run as they come
+    is_host: bool     # its memory is the host's, which the history needs too
+    capabilities: Capabilities
+    compute: Stream
+    copy: Stream      # history -> slots
+    publish: Stream   # slots -> history
+
+    def allocate_arena(self, size_bytes: int) -> None:
+        """The one arena, exactly that many bytes. ``DeviceError`` if it cannot be had."""
+        ...
+
+    def arena_view(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any] | type) -> Buffer:
+        """A window on the arena as an array. No copy; valid as long as the region's lease is held."""
+        ...
+
+    def allocate_pinned(self, size_bytes: int) -> np.ndarray:
+        """Host memory that the copy streams can move fast, uint8 [size_bytes]. ``DeviceError`` if there is none."""
+        ...
+
     def enqueue_copy(self, dst: Buffer, src: Buffer, stream: Stream) -> None:
         """Copy equal-sized uint8 buffers (host or device each) on ``stream``; returns at once."""
         ...
@@ -629,8 +652,8 @@ class Device(Protocol):
         """Fill a buffer from the host, in order with the compute stream; blocks until that is done. Between steps."""
         ...
 
-    def download(self, buffer: Buffer) -> np.ndarray:
-        """A host copy, after all work on the compute stream. The only synchronisation in a step, for logits or ids."""
+    def outline(self) -> Outline | None:
+        """For the model that is about to be loaded; None: nothing of it takes long enough to begin early."""
         ...
 
     def prepare_ops(

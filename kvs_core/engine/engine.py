@@ -89,10 +89,14 @@ class Engine:
         )
         first = plan(free_bytes=device.free_bytes())
         device.capabilities.check(first.geometry)   # before the weights
-        self._model = load_model(
-            file, device, context_tokens=first.context.context_tokens, rope=rope, nextn=drafting.nextn,
-            progress=progress,
+        load = partial(
+            load_model, file, context_tokens=first.context.context_tokens, rope=rope, nextn=drafting.nextn
         )
+        outline = device.outline()
+        if outline is not None:
+            seen = load(outline)
+            outline.begin_ops(first.geometry, seen.attention, seen.recurrent, spec.activation)
+        self._model = load(device, progress=progress)
         device.prepare_ops(
             plan(free_bytes=device.free_bytes()).geometry, self._model.attention, self._model.recurrent,
             spec.activation, kernel_progress,

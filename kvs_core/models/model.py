@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvs_core.device.base import AttentionParams, Buffer, Device, ExpertSizes, GdnShape, StepSizes, Turn, Weight
+from kvs_core.device.base import AttentionParams, Buffer, ExpertSizes, GdnShape, ModelDevice, StepSizes, Turn, Weight
 from kvs_core.device.workspace import BufferSpec, Workspace
 from kvs_core.memory.phases import Phase
 from kvs_core.models.blocks import (
@@ -86,7 +86,7 @@ class Model:
     def __init__(
         self,
         spec: ModelSpec,
-        device: Device,
+        device: ModelDevice,
         *,
         embedding: Weight,
         layers: Sequence[Layer],

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvs_core.device.base import AttentionParams, Buffer, Device, ExpertWeights, RopeTable, Weight
+from kvs_core.device.base import AttentionParams, Buffer, ExpertWeights, ModelDevice, RopeTable, Weight
 from kvs_core.errors import ModelFileError
 from kvs_core.formats.gguf import GgufFile, TensorInfo, split_experts
 from kvs_core.formats.quants import can_dequantize
@@ -63,7 +63,7 @@ def is_matrix(spec: TensorSpec) -> bool:
 class Loader:
     """Loads tensors of a checked file by name."""
 
-    def __init__(self, file: GgufFile, device: Device) -> None:
+    def __init__(self, file: GgufFile, device: ModelDevice) -> None:
         self._file = file
         self._device = device
 

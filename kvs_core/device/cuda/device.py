@@ -22,6 +22,7 @@ from kvs_core.device.base import (
     Counters,
     GdnShape,
     Ops,
+    Outline,
     RopeTable,
     StepInputs,
     StepSizes,
@@ -31,6 +32,7 @@ from kvs_core.device.base import (
 from kvs_core.device.cuda.context import Context
 from kvs_core.device.cuda.cuda_ops import CudaOps
 from kvs_core.device.cuda.kernel import address
+from kvs_core.device.cuda.outline import CudaOutline
 from kvs_core.device.cuda.runtime import Graph, Runtime
 from kvs_core.device.cuda.steps import PlanTables, StepTable
 from kvs_core.device.cuda.streams import CaptureState, CudaStream, EventPool
@@ -46,7 +48,6 @@ from kvs_core.units import MIB, Progress
 _EVENTS = 256            # made at start; a schedule with more runs makes more before it is captured
 _PROBE_BYTES = 64 * MIB
 _PROBES = 5
-_TABLE_PIECE_BYTES = 8 * MIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,9 +169,7 @@ class CudaDevice:
                 return table
         n_in, n_out = info.shape
         rows = self._runtime.allocate_pinned(info.n_bytes)
-        for first in range(0, info.n_bytes, _TABLE_PIECE_BYTES):
-            part = info.data[first : first + _TABLE_PIECE_BYTES]
-            rows[first : first + part.size] = part
+        self._files.read_here(info, rows)
         section = RowsSection(info.quant, 0, n_out, row_bytes(info.quant, n_in), rows, None)
         table = CudaWeight(info.name, n_in, n_out, (section,), None)
         self._tables.append(table)
@@ -179,6 +178,10 @@ class CudaDevice:
     def load_rope(self, table: RopeTable) -> Any:
         """See ``Device``."""
         return self._ops.load_rope(table)
+
+    def outline(self) -> Outline:
+        """See ``Device``: compiling begins while weights are loaded."""
+        return CudaOutline(self._ops, self._runtime.launcher)
 
     def prepare_ops(
         self, geometry: PageGeometry, attention: Sequence[AttentionParams], recurrent: Sequence[GdnShape],

@@ -284,6 +284,11 @@ class WeightStore:
     def _rows(self, infos: Sequence[TensorInfo], quant: Quant) -> Buffer:
         size = row_bytes(quant, infos[0].shape[0])
         held = self._take(size * sum(info.shape[1] for info in infos))
+        self._fill_rows(infos, quant, held)
+        return held
+
+    def _fill_rows(self, infos: Sequence[TensorInfo], quant: Quant, held: Buffer) -> None:
+        size = row_bytes(quant, infos[0].shape[0])
         step = max(1, self._piece_bytes // size)
         at = 0
         for info in infos:
@@ -295,12 +300,17 @@ class WeightStore:
                 else:
                     self._source(_as_halves(info, row, count), 0, out)
                 at += count * size
-        return held
 
     def _records(self, infos: Sequence[TensorInfo], n_rows: int, interleaved: bool) -> Buffer:
         quant, n_in = infos[0].quant, infos[0].shape[0]
         n_tiles, n_blocks = ceil_div(n_rows, TILE_ROWS), ceil_div(n_in, BLOCK)
         records = self._take(n_tiles * n_blocks * record_bytes(quant))
+        self._fill_records(infos, n_rows, interleaved, records)
+        return records
+
+    def _fill_records(self, infos: Sequence[TensorInfo], n_rows: int, interleaved: bool, records: Buffer) -> None:
+        quant, n_in = infos[0].quant, infos[0].shape[0]
+        n_blocks = ceil_div(n_in, BLOCK)
         first_row = 0
         for half, info in enumerate(infos):
             at = 0 if interleaved else first_row
@@ -315,7 +325,6 @@ class WeightStore:
                     (piece, count, written, n_in, at + row, int(interleaved), half, records),
                 )
             first_row += info.shape[1]
-        return records
 
     def _pieces(self, info: TensorInfo) -> Iterator[tuple[int, int, Buffer]]:
         """A tensor's rows on the device, some at a time: first row, rows, bytes. Each is good until the next."""

@@ -208,6 +208,9 @@ class HostDevice:
         host: np.ndarray = np.array(buffer)
         return host
 
+    def outline(self) -> None:
+        """See ``Device``."""
+
     def prepare_ops(
         self, geometry: PageGeometry, attention: Sequence[AttentionParams], recurrent: Sequence[GdnShape],
         activation: Activation, progress: Progress | None = None,
