@@ -207,7 +207,7 @@ class Experts:
         output: Output,
     ) -> None:
         n_tiles, turns = part.n_rows // 16, self._turns(slots, wide, count)
-        slices = _slices(section.n_blocks)
+        slices = 1 if wide else _slices(section.n_blocks)
         sets = ceil_div(n_tiles * slices, _WARPS)
         if wide:   # a block keeps the rows of its group at hand for several tiles
             sets = min(sets, ceil_div(_WAVES * self._context.launcher.sm_count, turns))
@@ -245,7 +245,7 @@ def _groups(slots: int, count: int) -> int:
 
 
 def _slices(n_blocks: int) -> int:
-    """Warps that share a tile: a power of two, by the shape alone."""
+    """Warps that share a tile where rows are few: a power of two, by the shape alone."""
     return min(_WARPS, 1 << (n_blocks.bit_length() - 1))
 
 
