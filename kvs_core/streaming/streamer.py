@@ -2,6 +2,7 @@
 
 A run's life: its slots are EMPTY; ``pump`` enqueues the copy (FILLING) behind the fences of the slots' last readers;
 ``acquire`` makes the compute stream wait for it (READY, READING); ``release`` records consumed (EMPTY) and pumps again.
+Waiting and recording is done once for each batch: before its first run is read, and behind its last one.
 Runs are fetched and read in the order of the schedule, round and round.
 """
 
@@ -38,12 +39,14 @@ class Streamer:
         self._device = device
         self._history = history
         self._pool_view = pool_view
-        self._schedule = PrefetchSchedule((), 0, ())
+        self._schedule = PrefetchSchedule((), 0, (), ())
         self._ring = Ring(0)
         self._in_ring: deque[_InRing] = deque()
         self._consumed: dict[int, Fence] = {}
         self._next_fetch = 0
-        self._next_read = 0
+        self._batch_first = 0     # of the batch in hand: the number of its first run, the oldest one in the ring
+        self._acquired = 0        # of its runs, and how many of those have been given back
+        self._released = 0
         self._idled = self._starved = False
         self.moved: Counter[int] = Counter()
 
@@ -71,7 +74,7 @@ class Streamer:
 
         Every streamed page is published already.
         """
-        assert self._next_read == 0, "a step is being read"
+        assert self._batch_first == self._acquired == 0, "a step is being read"
         runs = [entry.run for entry in self._in_ring]
         kept = head_in_ring(streamed, ring_slots, runs)
         self._drop_behind(kept)
@@ -85,7 +88,7 @@ class Streamer:
 
     def empty(self) -> None:
         """Drop all that was copied ahead; what the compute stream does next meets no copy into the ring under way."""
-        self._next_fetch = self._next_read = 0
+        self._next_fetch = self._batch_first = self._acquired = self._released = 0
         self._consumed.clear()
         self._drop_behind(0)
         self._device.copy.wait(self._device.compute.record())
@@ -124,27 +127,42 @@ class Streamer:
         self._idled = self._starved = False
 
     def acquire(self, run: Run) -> None:
-        """Before the attention call that reads ``run``: the compute stream waits until it is there."""
-        entry = self._in_ring[0]
-        assert entry.run == self._schedule.runs[self._next_read] == run, (entry.run, run)
-        if self._idled and not entry.ready.done():
-            self._starved = True
+        """Before the attention call that reads ``run``: the compute stream waits until it is there, and its batch."""
+        runs, first = self._schedule.runs, self._batch_first
+        entry = self._in_ring[self._acquired]
+        assert entry.run == runs[first + self._acquired] == run, (entry.run, run)
+        if self._acquired == 0:
+            last = self._in_ring[self._schedule.batch_ends[first] - first - 1]
+            if self._idled and not last.ready.done():
+                self._starved = True
+            self._device.compute.wait(last.ready)
         self._ring.move(run.slots, SlotState.READY)
-        self._device.compute.wait(entry.ready)
         self._ring.move(run.slots, SlotState.READING)
+        self._acquired += 1
 
     def release(self, run: Run) -> None:
-        """After the last attention call that reads ``run``: its slots may be filled again once that call is done."""
-        assert self._in_ring[0].run == run, (self._in_ring[0].run, run)
-        if self._next_read > 0 and len(self._in_ring) < len(self._schedule.runs) and self._in_ring[-1].ready.done():
+        """After the last attention call that reads ``run``: once that call of its batch's last run is done, the slots
+        of the batch may be filled again."""
+        first = self._batch_first
+        size = self._schedule.batch_ends[first] - first
+        entry = self._in_ring[self._released]
+        assert self._released < self._acquired, run
+        assert entry.run == run, (entry.run, run)
+        if self._released + 1 < size:
+            self._released += 1
+            return
+        if first > 0 and len(self._in_ring) < len(self._schedule.runs) and self._in_ring[-1].ready.done():
             self._idled = True
-        consumed = self._device.compute.record()   # may raise; until then the run keeps its slots
-        self._ring.move(run.slots, SlotState.EMPTY)
-        self._in_ring.popleft()
-        if not consumed.done():
-            self._consumed.update(dict.fromkeys(run.slots, consumed))
-        self._device.discard(self._pool_view(run.first_slot, run.pages))
-        self._next_read = (self._next_read + 1) % len(self._schedule.runs)
+        consumed = self._device.compute.record()   # may raise; until then the batch keeps its slots
+        done = consumed.done()
+        for _ in range(size):
+            read = self._in_ring.popleft().run
+            self._ring.move(read.slots, SlotState.EMPTY)
+            if not done:
+                self._consumed.update(dict.fromkeys(read.slots, consumed))
+            self._device.discard(self._pool_view(read.first_slot, read.pages))
+        self._batch_first = (first + size) % len(self._schedule.runs)
+        self._acquired = self._released = 0
         self.pump()
 
     def _drop_behind(self, kept: int) -> None:

@@ -211,13 +211,14 @@ class Attention:
         loaded = self.loaded(plan)
         pools = []
         for number, call in enumerate(plan.calls):
-            slots.arrive(call.run)
+            for run in call.runs if call.first else ():
+                slots.arrive(run)
             pools.append(lab.array(slots.pool))
             ops.attend_decode(self.q, params, pools[-1], geometry, loaded, number, self.scratch)
             if call.folds:
                 ops.fold(params, loaded, number, self.scratch, self.segments)
-            if call.last:
-                slots.leave(call.run)
+            for run in call.runs if call.last else ():
+                slots.leave(run)
         result = self.finish(plan)
         assert all(pool.flags.c_contiguous for pool in pools)   # they live until the launches are done
         return result
