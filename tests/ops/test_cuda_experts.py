@@ -153,6 +153,7 @@ def test_experts_of_any_type(lab: Any, quant: Quant) -> None:
 @pytest.mark.parametrize(
     "case",
     [
+        {},
         {"joined": True},
         {"types": (Quant.Q4_0, Quant.Q8_0, Quant.F16)},
         {"types": (Quant.F16, Quant.F32, Quant.Q5_1), "router": Quant.Q8_0},
