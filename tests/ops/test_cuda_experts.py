@@ -65,8 +65,8 @@ class Bench:
 
     def __init__(
         self, lab: Any, *, count: int, used: int, n: int, ffn: int, shared: int = 0, joined: bool = False,
-        types: tuple[Quant, Quant, Quant] = (Quant.Q8_0,) * 3, router: Quant = Quant.F32, seed: int = 0,
-        rows: int = MAX_ROWS,
+        activation: Activation = Activation.SILU, types: tuple[Quant, Quant, Quant] = (Quant.Q8_0,) * 3,
+        router: Quant = Quant.F32, seed: int = 0, rows: int = MAX_ROWS,
     ) -> None:
         self.lab, self.n = lab, n
         gate, up, down = types
@@ -91,20 +91,21 @@ class Bench:
             router=self.store.load([chooser]), used=used, gate_up=self.store.load_experts(tensors),
             down=self.store.load_experts([downs]), shared_gate=lab.array(gate_row) if shared else None,
             shared_gate_up=self.store.load(parts[:2]) if shared else None,
-            shared_down=self.store.load(parts[2:]) if shared else None,
+            shared_down=self.store.load(parts[2:]) if shared else None, activation=activation,
         )
         self.host = ExpertWeights(
             router=on_host(chooser), used=used,
             gate_up=[on_host(*each) for each in zip(*map(split_experts, tensors), strict=True)],
             down=[on_host(each) for each in split_experts(downs)], shared_gate=gate_row if shared else None,
             shared_gate_up=on_host(*parts[:2]) if shared else None, shared_down=on_host(*parts[2:]) if shared else None,
+            activation=activation,
         )
         self._sizes = StepSizes(
             rows=rows, n_embd=n, widest_in=max(n, shared), widest_out=max(n, 2 * shared), n_vocab=32, heads=0,
             kv_heads=0, k_dim=0, experts=ExpertSizes(count, used, ffn, shared),
         )
 
-    def run(self, x: np.ndarray, phase: Phase, activation: Activation = Activation.SILU) -> np.ndarray:
+    def run(self, x: np.ndarray, phase: Phase) -> np.ndarray:
         """Rows with what the experts add, on the device; beside rows that are none of theirs."""
         context = self.lab.context(len(x), phase=phase)
         matmul = DecodeMatmul(context)
@@ -113,22 +114,20 @@ class Bench:
         specs = [spec for part in (matmul, prefill, ops) for spec in part.scratch(phase, self._sizes)]
         context.scratch = {spec.name: self.lab.empty(spec.shape, spec.dtype) for spec in specs}
         rows = self.lab.array(x)
-        ops.add(rows, self.lab.array(self.norm), self.weights, eps=EPS, phase=phase, activation=activation)
+        ops.add(rows, self.lab.array(self.norm), self.weights, eps=EPS, phase=phase)
         return self.lab.host(rows)
 
-    def check(self, x: np.ndarray, phase: Phase, activation: Activation = Activation.SILU) -> None:
+    def check(self, x: np.ndarray, phase: Phase) -> None:
         """Near to the host."""
         expected, team = x.copy(), Team(1)
         try:
-            add_experts(
-                expected, self.norm, self.host, eps=EPS, phase=phase, team=team, activation=activation
-            )
+            add_experts(expected, self.norm, self.host, eps=EPS, phase=phase, team=team)
         finally:
             team.close()
         most = np.abs(expected - x).max()
         half = phase is PREFILL and self.weights.shared_gate is not None
         assert most > 0.05
-        off = np.abs(self.run(x, phase, activation) - expected).max() / most
+        off = np.abs(self.run(x, phase) - expected).max() / most
         assert off < (HALF_TOLERANCE if half else TOLERANCE), f"{off:.2e}"
 
 
@@ -164,8 +163,8 @@ def test_experts_of_any_type(lab: Any, quant: Quant) -> None:
 )
 def test_experts_of_any_form(lab: Any, case: dict[str, Any], activation: Activation, phase: Phase) -> None:
     """Gates and ups side by side, one behind the other, of two types; with a shared expert; with other routers."""
-    bench = Bench(lab, count=6, used=3, n=64, ffn=32, seed=3, rows=20, **case)
-    bench.check(rows_of(5 if phase is DECODE else 20, 64), phase, activation)
+    bench = Bench(lab, count=6, used=3, n=64, ffn=32, seed=3, rows=20, activation=activation, **case)
+    bench.check(rows_of(5 if phase is DECODE else 20, 64), phase)
 
 
 @pytest.mark.parametrize(("count", "used"), [(1, 1), (4, 4), (130, 8), (300, 2)])
