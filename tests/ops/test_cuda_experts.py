@@ -138,6 +138,8 @@ def rows_of(rows: int, n: int, seed: int = 9) -> np.ndarray:
 @pytest.mark.parametrize("quant", [*RECORD_TYPES, *ROW_TYPES], ids=lambda quant: quant.name)
 def test_experts_of_any_type(lab: Any, quant: Quant) -> None:
     """As on the host, in decode and in prefill, with tails where the type has them."""
+    if not lab.on_gpu and quant not in (Quant.Q4_K, Quant.Q5_K, Quant.Q6_K, Quant.IQ4_XS, Quant.Q2_K):
+        pytest.skip("for a GPU alone: other types are met below")
     wide = quant in (Quant.Q2_K, Quant.Q3_K, Quant.Q4_K, Quant.Q5_K, Quant.Q6_K, Quant.IQ4_XS)
     n, ffn = (256, 256) if wide else (288, 32)
     if lab.on_gpu:
@@ -163,6 +165,8 @@ def test_experts_of_any_type(lab: Any, quant: Quant) -> None:
 )
 def test_experts_of_any_form(lab: Any, case: dict[str, Any], activation: Activation, phase: Phase) -> None:
     """Gates and ups side by side, one behind the other, of two types; with a shared expert; with other routers."""
+    if not lab.on_gpu and activation is Activation.GELU and case.get("types"):
+        pytest.skip("for a GPU alone: the stand-in is slow")
     bench = Bench(lab, count=6, used=3, n=64, ffn=32, seed=3, rows=20, activation=activation, **case)
     bench.check(rows_of(5 if phase is DECODE else 20, 64), phase)
 
@@ -249,22 +253,21 @@ def test_sizes_without_a_kernel_are_refused(lab: Any) -> None:
     assert store.held_bytes == 0
 
 
-def test_what_is_launched_was_made_ready(lab: Any) -> None:
-    """A model's kernels are those that its steps launch; and ``instances`` names no others."""
-    everything = set(instances(90))
-    for case in ({"joined": True}, {"types": (Quant.F16, Quant.Q4_0, Quant.Q8_0)}, {"shared": 32}):
-        bench = Bench(lab, count=3, used=2, n=64, ffn=32, **case)   # type: ignore[arg-type]
-        launched = set()
-        inner = bench.lab.launcher.launch
+@pytest.mark.parametrize(
+    "case", [{"joined": True}, {"types": (Quant.F16, Quant.Q4_0, Quant.Q8_0)}, {"shared": 32}], ids=str
+)
+def test_what_is_launched_was_made_ready(lab: Any, case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model's kernels are those that its steps launch, no more, and all are among the family's."""
+    bench = Bench(lab, count=3, used=2, n=64, ffn=32, **case)
+    launched, launch = set(), lab.launcher.launch
 
-        def note(kernel: Any, *args: Any, inner: Any = inner, seen: set[Any] = launched, **options: Any) -> None:
-            seen.add(kernel)
-            inner(kernel, *args, **options)
+    def note(kernel: Any, *args: Any, **options: Any) -> None:
+        launched.add(kernel)
+        launch(kernel, *args, **options)
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(bench.lab.launcher, "launch", note)
-            for phase in Phase:
-                bench.run(rows_of(2, 64), phase)
-        ready = set(kernels_for(bench.store.stacks, Activation.SILU))
-        assert {kernel for kernel in launched if kernel.source.startswith("experts")} <= ready & (everything | ready)
-        assert {kernel for kernel in ready if kernel.source.startswith("experts")} <= launched & everything
+    monkeypatch.setattr(lab.launcher, "launch", note)
+    for phase in Phase:
+        bench.run(rows_of(2, 64), phase)
+    ready = [kernel for kernel in kernels_for(bench.store.stacks, Activation.SILU) if "experts" in kernel.source]
+    assert {kernel for kernel in launched if "experts" in kernel.source} == set(ready)
+    assert set(ready) <= set(instances(90))
