@@ -186,12 +186,9 @@ class CudaOps:
         family = self._matmul if phase is Phase.DECODE else self._prefill_matmul
         family.add_normed(rows, weight, norm, x, eps=eps)
 
-    def add_experts(
-        self, x: Buffer, norm: Buffer, weights: ExpertWeights, *, eps: float, phase: Phase,
-        activation: Activation = Activation.SILU,
-    ) -> None:
+    def add_experts(self, x: Buffer, norm: Buffer, weights: ExpertWeights, *, eps: float, phase: Phase) -> None:
         """See ``Ops.add_experts``."""
-        self._experts.add(x, norm, weights, eps=eps, phase=phase, activation=activation)
+        self._experts.add(x, norm, weights, eps=eps, phase=phase)
 
     def load_plan(self, layer: int, rows: int, plan: LayerPlan) -> DevicePlan:
         """See ``Ops.load_plan``."""

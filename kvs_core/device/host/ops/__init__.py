@@ -66,12 +66,9 @@ class HostOps:
         basic.rms_norm(out, norm, out, eps=eps)
         x += out
 
-    def add_experts(
-        self, x: Buffer, norm: Buffer, weights: ExpertWeights, *, eps: float, phase: Phase,
-        activation: Activation = Activation.SILU,
-    ) -> None:
+    def add_experts(self, x: Buffer, norm: Buffer, weights: ExpertWeights, *, eps: float, phase: Phase) -> None:
         """See ``Ops.add_experts``."""
-        experts.add_experts(x, norm, weights, eps=eps, phase=phase, team=self._team, activation=activation)
+        experts.add_experts(x, norm, weights, eps=eps, phase=phase, team=self._team)
 
     def top_logits(self, logits: Buffer, k: int) -> None:
         """See ``Ops.top_logits``. The host has all logits at hand."""
