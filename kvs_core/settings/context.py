@@ -36,7 +36,8 @@ SETTINGS = (
         default=False, env="LLAMA_ARG_CONTEXT_SHIFT", off=("--no-context-shift",), commands=("run", "serve")),
     _context("keep", ("--keep",), integer(-1, _TOKENS),
         "Tokens at the beginning of the prompt that --context-shift never forgets, such as a system prompt, and one "
-        "more where texts begin with a BOS token; -1: all of the prompt.",
+        "more where texts begin with a BOS token; -1: all of the prompt. Models lean on the first tokens of a text: "
+        "keep 4 or more.",
         default=0, unit="tokens", commands=("run", "serve"), needs="context_shift", needed_by=("run", "serve")),
     _context("kv_unified_per_slot", ("--kv-unified-per-slot",), integer(1, _TOKENS),
         "Cap on a slot's context; with the one slot here it caps --ctx-size.",

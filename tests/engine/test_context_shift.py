@@ -29,10 +29,12 @@ from kvs_core.sampling.chain import Sampler
 from kvs_core.sampling.params import SamplingParams
 from kvs_core.settings.drafters import SpeculativeSettings
 from kvs_core.settings.rooms import ContextSettings, KvSettings, LayerWindow, RopeSettings
+from tests.engine.compare import session
 from tests.engine.test_exact import hostile
 from tests.engine.test_speculation import NONE, speculative
 from tests.engine.tiny import engine, kv_settings, text
 from tests.sampling.vocabs import LetterVocab
+from tests.support import llamacpp
 from tests.support.compare import log_probs
 from tests.support.tiny_gguf import write_tiny_gemma3, write_tiny_llama, write_tiny_qwen2, write_tiny_qwen3
 
@@ -146,6 +148,34 @@ def test_keys_get_the_positions_of_the_shorter_text(tmp_path: Path, arch: str, r
             assert np.abs(shifted - anew).max() < 1e-4
     finally:
         built.close()
+
+
+@pytest.mark.parametrize(
+    ("types", "limits"), [(("f32", "f32"), (1e-4, 2e-2)), (("q8_0", "q8_0"), (2e-2, 5e-2))], ids=str
+)
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "gemma3"])
+def test_shifts_are_those_of_llamacpp(
+    tiny_models: dict[str, Path], arch: str, types: tuple[str, str], limits: tuple[float, float]
+) -> None:
+    """Two shifts, and texts behind them: the same log-probabilities, but for the order of sums, of which q8_0 and the
+    table of GELU that gemma3 uses there make more (see ``test_against_llamacpp``)."""
+    path = tiny_models[arch]
+    told, cuts = text(256, 420), ((30, 100), (4, 60))
+    made = []
+    with session(path, type_k=types[0], type_v=types[1], round_q=True, context=512) as ours:
+        made.append(ours.prefill(told[:300], all_logits=True))
+        for (keep, discard), more in zip(cuts, (told[300:350], told[350:]), strict=True):
+            ours.shift(keep, discard)
+            made.append(ours.prefill(more, all_logits=True))
+    with llamacpp.Model(path) as model, model.context(
+        n_ctx=512, type_k=types[0], type_v=types[1], flash_attn=types[1] != "f32", n_threads=1
+    ) as theirs:
+        wanted = [theirs.decode(told[:300])]
+        for (keep, discard), more in zip(cuts, (told[300:350], told[350:]), strict=True):
+            theirs.shift(keep, discard)
+            wanted.append(theirs.decode(more))
+    for mine, yours in zip(made, wanted, strict=True):
+        assert np.abs(log_probs(mine) - log_probs(yours)).max() < limits[arch == "gemma3"]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from tests.server.running import Running, running
-from tests.support.tiny_gguf import write_tiny_qwen35
 
 PROMPT = [5 + index * 7 % 200 for index in range(40)]
 LONG: dict[str, Any] = {"prompt": PROMPT, "n_predict": 768, "temperature": 0, "ignore_eos": True, "return_tokens": True}
@@ -105,10 +104,3 @@ def test_a_slot_is_saved_and_restored_behind_a_shift(server: Running) -> None:
     assert server.post("/slots/0?action=restore", filename="talk")["n_restored"] == held
     again = server.post("/completion", **asked | {"prompt": left, "n_predict": 10})
     assert (again["timings"]["cache_n"], again["tokens"]) == (held, wanted)
-
-
-def test_a_recurrent_model_does_not_start(tmp_path: Path) -> None:
-    """It says why, before it serves anything."""
-    path = write_tiny_qwen35(tmp_path / "qwen35.gguf", seed=1)
-    with pytest.raises(AssertionError, match="the server has ended"), running("-m", path, "--context-shift"):
-        pass
