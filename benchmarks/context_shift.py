@@ -5,7 +5,8 @@
     perplexity  of the text behind the first shift, in a context of N tokens that is shifted whenever it is full, half
                 of what is not kept at a time; beside it that of the same tokens where the shifted text is read anew
     text        three contexts of greedy text, resident and through a small pool: whether they are the same
-    time        of one shift of 32,767 tokens, whose rows are made up, in a context of 32,768
+    time        of one shift of 32,767 tokens, whose rows are zeros, in a context of 32,768
+The context is N whatever the model was trained for.
 Everything runs on the CPU.
 """
 
@@ -31,7 +32,7 @@ from kvs_core.engine.context_shift import ContextShift
 from kvs_core.engine.engine import Engine
 from kvs_core.engine.round import generate
 from kvs_core.engine.session import Session
-from kvs_core.formats.gguf import GgufFile
+from kvs_core.formats.gguf import GgufFile, parse_override
 from kvs_core.formats.tokenizer import Tokenizer
 from kvs_core.models.recurrent import StateSnapshot
 from kvs_core.sampling.chain import Sampler
@@ -56,10 +57,12 @@ class Bench:
         self.threads = threads
 
     @contextmanager
-    def session(self, types: tuple[str, str], *, ctx_size: int = 0, **kv: Any) -> Iterator[Session]:
+    def session(self, types: tuple[str, str], *, ctx_size: int = 0, ubatch: int = 512, **kv: Any) -> Iterator[Session]:
         """A session on a fresh engine."""
+        context = ctx_size or self.ctx_size
+        file = self.file.override([parse_override(f"{self.file.arch}.context_length=int:{context}")])
         engine = Engine(
-            self.file, HostDevice(self.threads), context=ContextSettings(ctx_size=ctx_size or self.ctx_size),
+            file, HostDevice(self.threads), context=ContextSettings(ctx_size=context, ubatch=ubatch),
             kv=KvSettings(*types, **kv), rope=RopeSettings(),
         )
         try:
@@ -104,8 +107,8 @@ def loss(logits: np.ndarray, tokens: Sequence[int]) -> list[float]:
 def three_contexts(bench: Bench) -> dict[str, Any]:
     """Greedy text three times as long as the context, resident and streamed."""
     made = []
-    for small in ({}, {"page_tokens": 32, "pool_mib": 4, "ring_slots": 8}):
-        with bench.session(("q8_0", "q4_0"), **small) as session:
+    for small in ({}, {"page_tokens": 32, "pool_mib": 3, "ring_slots": 8}):
+        with bench.session(("q8_0", "q4_0"), ubatch=64, **small) as session:
             logits = session.prefill(bench.tokens[:32])[0]
             sampler = Sampler(
                 SamplingParams(temperature=0.0), n_vocab=session.engine.spec.n_vocab, vocab=bench.tokenizer, eog_ids=()
