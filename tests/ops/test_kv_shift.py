@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -82,6 +84,20 @@ def test_pages_in_fragment_order_hold_the_same_rows() -> None:
     kv_shift.shift_rows(list(pages), plain, table, keep=300, discard=151, tokens=1000)
     np.testing.assert_array_equal([kv_fragments.unpack(page, 2) for page in packed], pages)
     np.testing.assert_array_equal(packed[0], first)
+
+
+def test_few_pages_are_held_at_a_time() -> None:
+    """Of pages in another order only those in work are copied, however many a layer has."""
+    here = fragments(1)
+    table = RopeTable(10000.0 ** (-np.arange(0, 256, 2) / 256), False)
+    pages = list(np.zeros((64, here.page_bytes), np.uint8))
+    tracemalloc.start()
+    try:
+        kv_shift.shift_rows(pages, here, table, keep=4, discard=8000, tokens=64 * 256)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 28 * here.page_bytes
 
 
 @pytest.mark.parametrize("interleaved", [True, False])

@@ -1,14 +1,22 @@
-"""``kvs serve --context-shift``: texts longer than the context, and conversations that go on behind a shift."""
+"""``kvs serve --context-shift``: texts longer than the context, and conversations that go on behind a shift.
+
+Environment:
+    KVS_TEST_LONG   also with SmolLM2: minutes
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.cli.conftest import Kvs, kvs
 from tests.server.running import Running, running
+
+__all__ = ["kvs"]
 
 PROMPT = [5 + index * 7 % 200 for index in range(40)]
 LONG: dict[str, Any] = {"prompt": PROMPT, "n_predict": 768, "temperature": 0, "ignore_eos": True, "return_tokens": True}
@@ -104,3 +112,20 @@ def test_a_slot_is_saved_and_restored_behind_a_shift(server: Running) -> None:
     assert server.post("/slots/0?action=restore", filename="talk")["n_restored"] == held
     again = server.post("/completion", **asked | {"prompt": left, "n_predict": 10})
     assert (again["timings"]["cache_n"], again["tokens"]) == (held, wanted)
+
+
+@pytest.mark.skipif(not os.environ.get("KVS_TEST_LONG"), reason="KVS_TEST_LONG is not set")
+def test_a_real_text_of_three_contexts(kvs: Kvs, smollm2_path: Path) -> None:
+    """SmolLM2 by ``kvs run`` and by the server, resident and streamed: one text."""
+    common = ("-m", smollm2_path, "-c", 512, "--context-shift", "--keep", 4, "-ub", 64, "-ctk", "q8_0", "-ctv", "q4_0")
+    asked = {"prompt": "Once upon a time", "n_predict": 1536, "temperature": 0, "ignore_eos": True}
+    texts = set()
+    for small in ((), ("--kv-page-tokens", 32, "--kv-stream-pool-mib", 3)):
+        run = kvs("run", *common, *small, "-p", asked["prompt"], "-n", 1536, "--temp", 0, "--ignore-eos", "--json").json
+        assert (run["generated_tokens"], run["dropped_tokens"]) == (1536, 5 * 253)
+        assert (run["kv"]["streamed_pages_per_step"] > 0) == bool(small)
+        with running(*common, *small) as served:
+            events = served.stream("/completion", **asked)
+        assert (events[-1]["truncated"], events[-1]["tokens_predicted"]) == (True, 1536)
+        texts |= {run["text"], "".join(event["content"] for event in events)}
+    assert len(texts) == 1

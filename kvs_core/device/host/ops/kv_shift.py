@@ -47,6 +47,8 @@ def shift_rows(
         v_part[:, there] = values
         if geometry.order is PageOrder.FRAGMENTS:
             pages[page][:] = kv_fragments.pack(_closed(k_part, v_part), geometry.kv_heads)
+        last = sources[-1].slot   # what the next page takes begins there, if it is not this one
+        opened = {last: opened[last]} if last > page else {}
 
 
 def turned(keys: U8, geometry: PageGeometry, table: RopeTable, positions: int) -> U8:
