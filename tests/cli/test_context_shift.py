@@ -5,18 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.cli.conftest import GREEDY, Kvs, tokenizer_of
+from tests.support.tiny_gguf import write_tiny_llama
 
 PROMPT = "The harbour at night is full of lights. "
 
 
-def test_a_text_goes_on_beyond_the_context(kvs: Kvs, tiny_llama: Path) -> None:
+def test_a_text_goes_on_beyond_the_context(kvs: Kvs, tmp_path: Path) -> None:
     """Three contexts of it, the same streamed, and JSON that tells how many tokens were forgotten; without the flag it
     ends where the context does."""
-    common = ("run", "-m", tiny_llama, "-p", PROMPT, "-c", 256, "-n", 768, *GREEDY, "--ignore-eos", "--json")
+    model = write_tiny_llama(
+        tmp_path / "llama.gguf", seed=2, n_layer=2, kv_heads=4, head_dim=128, pre="llama-bpe"   # of large pages
+    )
+    common = ("run", "-m", model, "-p", PROMPT, "-c", 256, "-n", 768, *GREEDY, "--ignore-eos", "--json", "-ctk", "f32")
     shifted = kvs(*common, "--context-shift", "--keep", 5)
-    result, tokens = shifted.json, len(tokenizer_of(tiny_llama).encode(PROMPT))
+    result, tokens = shifted.json, len(tokenizer_of(model).encode(PROMPT))
     assert (result["stop_reason"], result["generated_tokens"]) == ("length", 768)
-    bos = int(tokenizer_of(tiny_llama).add_bos)
+    bos = int(tokenizer_of(model).add_bos)
     discard = (255 - 5 - bos) // 2
     assert result["dropped_tokens"] == discard * -(-(tokens + 768 - 256) // discard)
     assert f"context shift: {5 + bos} tokens kept, {discard} forgotten, {250 - bos - discard} moved down" in shifted.err

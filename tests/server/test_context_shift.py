@@ -16,6 +16,7 @@ import pytest
 
 from tests.cli.conftest import Kvs, kvs
 from tests.server.running import Running, running
+from tests.support.tiny_gguf import write_tiny_llama
 
 __all__ = ["kvs"]
 
@@ -42,17 +43,36 @@ def forgotten(total: int, keep: int) -> tuple[int, int]:
     return dropped, held
 
 
-def test_a_text_of_three_contexts(server: Running, llama_path: Path) -> None:
-    """It ends where the request says, is truncated, and counts all its tokens; streamed pages give the same text."""
+def test_a_text_of_three_contexts(server: Running) -> None:
+    """It ends where the request says, is truncated, and counts all its tokens."""
     reply = server.post("/completion", **LONG)
     assert (reply["stop_type"], reply["truncated"]) == ("limit", True)
     assert reply["tokens_predicted"] == reply["timings"]["predicted_n"] == len(reply["tokens"]) == 768
     assert (reply["timings"]["prompt_n"] + reply["timings"]["cache_n"], reply["tokens_evaluated"]) == (40, 40)
     assert reply["timings"]["predicted_per_second"] == pytest.approx(767e3 / reply["timings"]["predicted_ms"])
     assert reply["tokens_cached"] == forgotten(40 + 767, 6)[1]
-    small = ("--kv-page-tokens", 32, "--kv-stream-pool-mib", 1, "-ub", 32, "-b", 32)
-    with running("-m", llama_path, "-c", 256, "--context-shift", "--keep", 5, *small) as streaming:
-        assert streaming.post("/completion", **LONG)["tokens"] == reply["tokens"]
+
+
+def test_streamed_pages_give_the_same_text(tmp_path: Path) -> None:
+    """Of a model of large pages, most of which pass the link in every step before a shift."""
+    path = write_tiny_llama(tmp_path / "llama.gguf", seed=2, n_layer=2, kv_heads=4, head_dim=128, pre="llama-bpe")
+    made = []
+    for small in ((), ("--kv-page-tokens", 32, "--kv-stream-pool-mib", 1, "-ub", 32, "-b", 32)):
+        with running(
+            "-m", path, "-c", 256, "-ctk", "f32", "--context-shift", "--keep", 5, "--metrics", *small
+        ) as started:
+            tokens = started.post("/completion", **LONG)["tokens"]
+            made.append((tokens, moved(started)))
+    (resident, few), (streamed, many) = made
+    assert streamed == resident
+    assert many > 20 * few
+
+
+def moved(server: Running) -> float:
+    """Bytes copied to the device."""
+    found = re.search(r"^kvs:h2d_bytes_total (\S+)$", server.http.get("/metrics").text, re.M)
+    assert found is not None
+    return float(found[1])
 
 
 def test_without_it_the_context_ends_the_text(llama_path: Path) -> None:
@@ -124,7 +144,6 @@ def test_a_real_text_of_three_contexts(kvs: Kvs, smollm2_path: Path) -> None:
     assert (run["generated_tokens"], run["dropped_tokens"]) == (1536, 5 * 253)
     with running(*common, "--kv-page-tokens", 32, "--kv-stream-pool-mib", 3, "--metrics") as served:
         events = served.stream("/completion", **asked)
-        moved = served.http.get("/metrics").text
+        assert moved(served) > 100 << 20
     assert (events[-1]["truncated"], events[-1]["tokens_predicted"]) == (True, 1536)
     assert "".join(event["content"] for event in events) == run["text"]
-    assert float(re.search(r"^kvs:h2d_bytes_total (\S+)$", moved, re.M)[1]) > 100 << 20
