@@ -107,8 +107,8 @@ def loss(logits: np.ndarray, tokens: Sequence[int]) -> list[float]:
 def three_contexts(bench: Bench) -> dict[str, Any]:
     """Greedy text three times as long as the context, resident and streamed."""
     made = []
-    for small in ({}, {"page_tokens": 32, "pool_mib": 3, "ring_slots": 8}):
-        with bench.session(("q8_0", "q4_0"), ubatch=64, **small) as session:
+    for small in ({}, {"pool_mib": 3, "ring_slots": 8}):
+        with bench.session(("q8_0", "q4_0"), ubatch=64, page_tokens=32, **small) as session:
             logits = session.prefill(bench.tokens[:32])[0]
             sampler = Sampler(
                 SamplingParams(temperature=0.0), n_vocab=session.engine.spec.n_vocab, vocab=bench.tokenizer, eog_ids=()

@@ -16,7 +16,8 @@ def test_a_text_goes_on_beyond_the_context(kvs: Kvs, tmp_path: Path) -> None:
     model = write_tiny_llama(
         tmp_path / "llama.gguf", seed=2, n_layer=2, kv_heads=4, head_dim=128, pre="llama-bpe"   # of large pages
     )
-    common = ("run", "-m", model, "-p", PROMPT, "-c", 256, "-n", 768, *GREEDY, "--ignore-eos", "--json", "-ctk", "f32")
+    common = ("run", "-m", model, "-p", PROMPT, "-c", 256, "-n", 768, *GREEDY, "--ignore-eos", "--json", "-ctk", "f32",
+              "--kv-page-tokens", 32, "-ub", 32)
     shifted = kvs(*common, "--context-shift", "--keep", 5)
     result, tokens = shifted.json, len(tokenizer_of(model).encode(PROMPT))
     assert (result["stop_reason"], result["generated_tokens"]) == ("length", 768)
@@ -24,8 +25,7 @@ def test_a_text_goes_on_beyond_the_context(kvs: Kvs, tmp_path: Path) -> None:
     discard = (255 - 5 - bos) // 2
     assert result["dropped_tokens"] == discard * -(-(tokens + 768 - 256) // discard)
     assert f"context shift: {5 + bos} tokens kept, {discard} forgotten, {250 - bos - discard} moved down" in shifted.err
-    small = ("--kv-page-tokens", 32, "--kv-stream-pool-mib", 1, "-ub", 32, "-b", 32)
-    streamed = kvs(*common, "--context-shift", "--keep", 5, *small).json
+    streamed = kvs(*common, "--context-shift", "--keep", 5, "--kv-stream-pool-mib", 1).json
     assert streamed["kv"]["streamed_pages_per_step"] > 0
     assert streamed["token_ids"] == result["token_ids"]
     ended = kvs(*common, "--no-context-shift").json

@@ -1,12 +1,7 @@
-"""``kvs serve --context-shift``: texts longer than the context, and conversations that go on behind a shift.
-
-Environment:
-    KVS_TEST_LONG   also with SmolLM2: minutes
-"""
+"""``kvs serve --context-shift``: texts longer than the context, and conversations that go on behind a shift."""
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,11 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.cli.conftest import Kvs, kvs
 from tests.server.running import Running, running
 from tests.support.tiny_gguf import write_tiny_llama
-
-__all__ = ["kvs"]
 
 PROMPT = [5 + index * 7 % 200 for index in range(40)]
 LONG: dict[str, Any] = {"prompt": PROMPT, "n_predict": 768, "temperature": 0, "ignore_eos": True, "return_tokens": True}
@@ -57,9 +49,10 @@ def test_streamed_pages_give_the_same_text(tmp_path: Path) -> None:
     """Of a model of large pages, most of which pass the link in every step before a shift."""
     path = write_tiny_llama(tmp_path / "llama.gguf", seed=2, n_layer=2, kv_heads=4, head_dim=128, pre="llama-bpe")
     made = []
-    for small in ((), ("--kv-page-tokens", 32, "--kv-stream-pool-mib", 1, "-ub", 32, "-b", 32)):
+    for small in ((), ("--kv-stream-pool-mib", 1)):
         with running(
-            "-m", path, "-c", 256, "-ctk", "f32", "--context-shift", "--keep", 5, "--metrics", *small
+            "-m", path, "-c", 256, "-ub", 32, "-ctk", "f32", "--kv-page-tokens", 32, "--context-shift", "--keep", 5,
+            "--metrics", *small,
         ) as started:
             tokens = started.post("/completion", **LONG)["tokens"]
             made.append((tokens, moved(started)))
@@ -133,17 +126,3 @@ def test_a_slot_is_saved_and_restored_behind_a_shift(server: Running) -> None:
     assert server.post("/slots/0?action=restore", filename="talk")["n_restored"] == held
     again = server.post("/completion", **asked | {"prompt": left, "n_predict": 10})
     assert (again["timings"]["cache_n"], again["tokens"]) == (held, wanted)
-
-
-@pytest.mark.skipif(not os.environ.get("KVS_TEST_LONG"), reason="KVS_TEST_LONG is not set")
-def test_a_real_text_of_three_contexts(kvs: Kvs, smollm2_path: Path) -> None:
-    """SmolLM2 by ``kvs run``, resident, and by the server, streamed: one text."""
-    common = ("-m", smollm2_path, "-c", 512, "--context-shift", "--keep", 4, "-ub", 64, "-ctk", "q8_0", "-ctv", "q4_0")
-    asked = {"prompt": "Once upon a time", "n_predict": 1536, "temperature": 0, "ignore_eos": True}
-    run = kvs("run", *common, "-p", asked["prompt"], "-n", 1536, "--temp", 0, "--ignore-eos", "--json").json
-    assert (run["generated_tokens"], run["dropped_tokens"]) == (1536, 5 * 253)
-    with running(*common, "--kv-page-tokens", 32, "--kv-stream-pool-mib", 3, "--metrics") as served:
-        events = served.stream("/completion", **asked)
-        assert moved(served) > 100 << 20
-    assert (events[-1]["truncated"], events[-1]["tokens_predicted"]) == (True, 1536)
-    assert "".join(event["content"] for event in events) == run["text"]
