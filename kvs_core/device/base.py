@@ -483,6 +483,19 @@ class Ops(Protocol):
         """Of ``prefill_sums``, downloaded: ln of the sum of exp(score) over the keys added, float64 [T, H]."""
         ...
 
+    def shift_rows(
+        self, pages: Sequence[np.ndarray], params: AttentionParams, geometry: PageGeometry, *, keep: int, discard: int,
+        tokens: int,
+    ) -> None:
+        """Drop the rows [keep, keep + discard) of an attention layer, and move those behind them down, in the history.
+
+        pages   all of the layer that hold ``tokens`` rows, uint8 [page_bytes] each, in host memory. No copy from or to
+                them may be on its way.
+        A key that moves is turned back by ``discard`` positions and stored anew; a value's bytes are moved. Blocks.
+        Rows below ``keep``, and those from ``tokens - discard`` on, stay as they are.
+        """
+        ...
+
     def zero_page(self, pool: Buffer, geometry: PageGeometry, slot: int) -> None:
         """Clear a slot that becomes a tail page: stale scales times zero weights would be NaN."""
         ...

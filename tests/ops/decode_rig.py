@@ -15,6 +15,7 @@ from kvs_core.device.cuda.kernel import address
 from kvs_core.device.cuda.ops.attend_decode import AttendDecode
 from kvs_core.device.cuda.plan import DevicePlan
 from kvs_core.device.cuda.tables import PlanLayout
+from kvs_core.device.host.ops import kv_fragments
 from kvs_core.paging.geometry import GROUP_PAGES, SEGMENT_GROUPS, KvType, PageGeometry, PageOrder, hadamard_block
 from kvs_core.paging.schedule import Run
 from kvs_core.paging.spans import LEAST_SCRATCH_GROUPS, Chunk, LayerPlan, plan_layer
@@ -112,7 +113,7 @@ class Case:
         if spoilt:
             pages = spoil(pages, self.geometry, self.first_seen)
         if self.geometry.order is PageOrder.FRAGMENTS:
-            return np.stack([kv_pages.pack(page, self.geometry.kv_heads) for page in pages])
+            return np.stack([kv_fragments.pack(page, self.geometry.kv_heads) for page in pages])
         return pages
 
     def expected(self) -> np.ndarray:
