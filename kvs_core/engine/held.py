@@ -7,14 +7,12 @@ from collections.abc import Callable, Iterable
 
 from gguf.constants import GGMLQuantizationType as Quant
 
-from kvs_core.device.cuda.weights import BLOCK, RECORD_TYPES, TILE_ROWS, held_type, record_bytes
+from kvs_core.device.cuda.weights import held_bytes, held_type
 from kvs_core.device.host.weights import HELD_SHARE
 from kvs_core.engine.forecast import IN_FILE, Weights
 from kvs_core.formats.gguf import GgufFile, TensorInfo
-from kvs_core.formats.quants import row_bytes
 from kvs_core.models.spec import ModelSpec
-from kvs_core.models.weights import split_experts
-from kvs_core.units import ceil_div
+from kvs_core.models.weights import layer_of, split_experts
 
 FLOATS = "float32"
 """Name of what the host holds as float32."""
@@ -42,13 +40,13 @@ def held_weights(file: GgufFile, spec: ModelSpec, held: Held, *, nextn: bool, ta
         if info.name in ("output.weight", "token_embd.weight"):
             part = head
         else:
-            part = block if _layer(info.name) >= spec.n_layer else trunk
+            part = block if layer_of(info.name) >= spec.n_layer else trunk
         name, size = held(info)
         part[name] += size
     experts: Counter[str] = Counter()
     block_experts: Counter[str] = Counter()
     for info in _tensors(file, spec, nextn, dimensions=3):
-        part = block_experts if _layer(info.name) >= spec.n_layer else experts
+        part = block_experts if layer_of(info.name) >= spec.n_layer else experts
         for matrix in split_experts(info):
             name, size = held(matrix)
             part[name] += size
@@ -58,11 +56,7 @@ def held_weights(file: GgufFile, spec: ModelSpec, held: Held, *, nextn: bool, ta
 
 def held_on_cuda(info: TensorInfo) -> tuple[str, int]:
     """As ``device/cuda/weights.py`` holds it: whole tiles of records, or rows."""
-    n_in, n_out = info.shape
-    quant = held_type(info.quant)
-    if quant in RECORD_TYPES:
-        return quant.name, ceil_div(n_out, TILE_ROWS) * ceil_div(n_in, BLOCK) * record_bytes(quant)
-    return quant.name, n_out * row_bytes(quant, n_in)
+    return held_type(info.quant).name, held_bytes(info)
 
 
 def held_on_host(free_bytes: int) -> Held:
@@ -84,11 +78,6 @@ def _tensors(file: GgufFile, spec: ModelSpec, nextn: bool, *, dimensions: int) -
     for info in file.tensors.values():
         if len(info.shape) != dimensions or info.name.endswith(("conv1d.weight", "embed_tokens.weight")):
             continue
-        if _layer(info.name) < spec.n_layer or nextn:
+        if layer_of(info.name) < spec.n_layer or nextn:
             yield info
 
-
-def _layer(name: str) -> int:
-    """Of ``blk.N.``; -1 for what is outside the layers."""
-    parts = name.split(".")
-    return int(parts[1]) if parts[0] == "blk" else -1

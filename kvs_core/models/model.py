@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
-from kvs_core.device.base import AttentionParams, Buffer, Device, GdnShape, StepSizes, Turn, Weight
+from kvs_core.device.base import AttentionParams, Buffer, Device, GdnShape, StepSizes, Turn, Weight, WeightPart
 from kvs_core.device.workspace import BufferSpec, Workspace
 from kvs_core.memory.phases import Phase
 from kvs_core.models.blocks import (
@@ -66,15 +68,35 @@ def step_sizes(spec: ModelSpec, rows: int) -> StepSizes:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer of the trunk."""
+    """One layer of the trunk.
+
+    parts  the matrices of both parts, where they pass through the arena; none where they stay on the device
+    """
 
     mixer: Attention | DeltaNet
     feed_forward: FeedForward | Experts
+    parts: tuple[WeightPart, ...] = ()
 
     def add_to(self, step: Step) -> None:
         """Both parts."""
         self.mixer.add_to(step)
         self.feed_forward.add_to(step)
+
+
+class WeightFlow(Protocol):
+    """Brings parts of layers to the device: in each pass over the layers every one of them, in order."""
+
+    def begin(self) -> None:
+        """A pass begins; one that broke off is forgotten."""
+        ...
+
+    def acquire(self, part: WeightPart) -> None:
+        """What is enqueued from here on finds the part in its place."""
+        ...
+
+    def release(self, part: WeightPart) -> None:
+        """What was enqueued was the last of this pass to need it."""
+        ...
 
 
 class Model:
@@ -98,6 +120,16 @@ class Model:
         self._output_norm = output_norm
         self._head = head
         self.nextn = nextn
+        self._flow: WeightFlow | None = None
+
+    @property
+    def parts(self) -> list[WeightPart]:
+        """Those that pass through the arena, in the order of a pass."""
+        return [part for layer in self._layers for part in layer.parts]
+
+    def pass_weights_through(self, flow: WeightFlow) -> None:
+        """``flow`` brings ``parts``. Before the first step."""
+        self._flow = flow
 
     @property
     def attention(self) -> list[AttentionParams]:
@@ -124,8 +156,15 @@ class Model:
         if nextn is not None:
             nextn.begin(step)
         self._embed(step)
+        self._begin_pass()
         for layer in self._layers:
-            layer.add_to(step)
+            if layer.parts:
+                with self._passing(layer.parts[0]):
+                    layer.mixer.add_to(step)
+                with self._passing(layer.parts[1]):
+                    layer.feed_forward.add_to(step)
+            else:
+                layer.add_to(step)
         if nextn is not None:
             nextn.follow(step, self._output_norm)
 
@@ -146,10 +185,22 @@ class Model:
         if self.nextn is not None:
             turn(0)
             self.nextn.begin_tiles(tiles[0])
-        each(self._embed)
-        for layer in self._layers:
+        def mix(layer: Layer) -> None:
             if isinstance(layer.mixer, Attention):
                 layer.mixer.add_to_tiles(tiles, turn)
+            else:
+                each(layer.mixer.add_to)
+
+        each(self._embed)
+        self._begin_pass()
+        for layer in self._layers:
+            if layer.parts:
+                with self._passing(layer.parts[0]):
+                    mix(layer)
+                with self._passing(layer.parts[1]):
+                    each(layer.feed_forward.add_to)
+            elif isinstance(layer.mixer, Attention):
+                mix(layer)
                 each(layer.feed_forward.add_to)
             else:
                 each(layer.add_to)
@@ -177,6 +228,18 @@ class Model:
         if self.spec.logit_softcap:
             self._ops.softcap(out, self.spec.logit_softcap)
         return out
+
+    def _begin_pass(self) -> None:
+        if self._flow is not None:
+            self._flow.begin()
+
+    @contextmanager
+    def _passing(self, part: WeightPart) -> Iterator[None]:
+        """What the block enqueues has the part; after an error the next pass begins anew."""
+        assert self._flow is not None, "nobody brings the weights that pass through the arena"
+        self._flow.acquire(part)
+        yield
+        self._flow.release(part)
 
     def _embed(self, step: Step) -> None:
         self._ops.embed(self._embedding, step.x, factor=self.spec.embedding_factor)
