@@ -37,13 +37,16 @@ from kvs_core.models.spec import ModelSpec
 from kvs_core.settings.rooms import ContextSettings, KvSettings, RopeSettings
 from kvs_core.streaming.handover import Handover
 from kvs_core.streaming.kv_stream import KvStats, KvStream, LayerPlaces
-from kvs_core.streaming.weight_stream import NONE_MOVED, WeightStream
+from kvs_core.streaming.weight_stream import WeightStream
 from kvs_core.units import Progress
 
 
 @dataclass(frozen=True, slots=True)
 class KvReport:
-    """Counters of the KV machinery since the engine was built. Bytes and milliseconds; None: not measured here."""
+    """Counters of the KV machinery since the engine was built. Bytes and milliseconds; None: not measured here.
+
+    h2d_bytes, h2d_calls  all copies to the device: weights that pass through the arena are among them
+    """
 
     mode: str
     arena_bytes: int
@@ -322,7 +325,6 @@ class Engine:
     def report(self) -> KvReport:
         """Counters for summaries."""
         counters = self._device.counters()
-        weights = NONE_MOVED if self._weights is None else self._weights.moved
         return KvReport(
             mode=self._mode.value,
             arena_bytes=self.memory.arena_bytes,
@@ -330,8 +332,8 @@ class Engine:
             page_bytes=self.geometry.page_bytes,
             stats=self._kv.stats(),
             layer_numbers=self.kv_layer_numbers,
-            h2d_bytes=counters.copy_bytes - weights.size_bytes,
-            h2d_calls=counters.copy_calls - weights.copies,
+            h2d_bytes=counters.copy_bytes,
+            h2d_calls=counters.copy_calls,
             d2h_bytes=counters.publish_bytes,
             stall_ms=None if counters.stall_ns is None else counters.stall_ns / 1e6,
         )

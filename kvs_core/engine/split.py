@@ -19,11 +19,8 @@ from kvs_core.models.recurrent import state_bytes
 from kvs_core.models.spec import ModelSpec
 from kvs_core.models.weights import layer_of
 from kvs_core.paging.weight_ring import WeightRing
-from kvs_core.settings.rooms import ContextSettings, KvSettings
+from kvs_core.settings.rooms import ALL_LAYERS, ContextSettings, KvSettings
 from kvs_core.units import MIB
-
-ALL_LAYERS = 1 << 16
-"""A count of layers that no model has."""
 
 _LEAST_PASSING = 2
 
@@ -52,6 +49,20 @@ def spread(count: int, layers: int) -> tuple[int, ...]:
     return tuple(layer for layer in range(layers) if (layer + 1) * count // layers > layer * count // layers)
 
 
+def check_layers(spec: ModelSpec, gpu_layers: int | None) -> None:
+    """``CapabilityError`` for a mixture of experts of which not all layers would stay. 0 asks for the CPU, or for a
+    split that the GPU will refuse for other reasons."""
+    if spec.experts is not None and gpu_layers is not None and 0 < gpu_layers < spec.n_layer:
+        _refuse_experts(spec, gpu_layers)
+
+
+def _refuse_experts(spec: ModelSpec, gpu_layers: int) -> None:
+    raise CapabilityError(
+        f"--gpu-layers {gpu_layers}: {spec.name} has {spec.n_layer} layers of experts, whose weights stay together on "
+        "one device; use --gpu-layers all"
+    )
+
+
 class Splits:
     """The splits of one model on one device, whose ``part_bytes`` says what parts take."""
 
@@ -72,10 +83,7 @@ class Splits:
         if count < _LEAST_PASSING:
             return ALL_STAY
         if self._spec.experts is not None:
-            raise CapabilityError(
-                f"--gpu-layers {gpu_layers}: {self._spec.name} has {layers} layers of experts, whose weights stay "
-                "together on one device; use --gpu-layers all"
-            )
+            _refuse_experts(self._spec, gpu_layers)
         passing = spread(count, layers)
         return WeightSplit(passing, WeightRing(tuple(chain.from_iterable(self._parts[layer] for layer in passing))))
 

@@ -9,11 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvs_core.demo import DEMO_MODEL
+from kvs_core.device.host.device import HostDebug, HostDevice
 from kvs_core.engine.budget import Drafting
-from kvs_core.engine.split import ALL_LAYERS
+from kvs_core.engine.engine import Engine
+from kvs_core.errors import BudgetError, CapabilityError, DeviceError
+from kvs_core.formats.gguf import GgufFile
+from kvs_core.memory.phases import WEIGHTS_RING, Phase
+from kvs_core.settings.rooms import ALL_LAYERS, ContextSettings, RopeSettings
 from tests.engine.rounds import WIDE_ROUNDS, Played, Round, play_rounds
 from tests.engine.test_exact import DECODE, PROMPT, hostile
 from tests.engine.tiny import engine, kv_settings, run, text
+from tests.support.tiny_gguf import write_tiny_llama
 
 DENSE = ["gemma3", "llama", "qwen2", "qwen3", "qwen35"]
 
@@ -52,7 +59,9 @@ def test_bits_do_not_depend_on_where_weights_are(
         vocab, layers = built.spec.n_vocab, built.spec.n_layer
         logits = run(built, text(vocab, PROMPT), text(vocab, DECODE, 1))
         found = built.weights_report()
-        assert (built.report().h2d_bytes > 0) == (pool is not None) or model == "gemma3"
+        pages = built.report().h2d_bytes - found.h2d_bytes
+        assert pages == sum(built.report().stats.moved_bytes)
+        assert (pages > 0) == (pool is not None) or model == "gemma3"
     assert logits.tobytes() == expected[model]
     passing = min(layers, max(0, layers + 1 - gpu_layers))
     assert len(found.passing) == (passing if passing > 1 else 0)
@@ -89,3 +98,124 @@ def test_rounds_do_not_depend_on_where_weights_are(
             assert bool(built.weights_report().passing) == (layers is not ALL_LAYERS)
         outcome.append((played.logits, played.widths))
     assert outcome[0] == outcome[1]
+
+
+def test_pages_of_a_sequence_that_was_parked_and_of_a_phase_before_stay(tiny_qwen35: Path) -> None:
+    """A sequence that was set aside goes on with its bits; the ring of weights is where it was in both phases."""
+    outcome = []
+    for gpu_layers in (ALL_LAYERS, 0):
+        with engine(
+            tiny_qwen35, kv=kv_settings(), pool=0.0, debug=hostile(2), gpu_layers=gpu_layers
+        ) as built:
+            vocab = built.spec.n_vocab
+            logits = run(built, text(vocab, 90), text(vocab, 5, 1)).tobytes()
+            parked = built.park()
+            other = run(built, text(vocab, 70, 2), text(vocab, 3, 3)).tobytes()
+            built.rewind(0)
+            built.unpark(parked)
+            rest = run_on(built, text(vocab, 5, 4))
+            outcome.append((logits, other, rest))
+    assert outcome[0] == outcome[1]
+
+
+def run_on(built: Engine, tokens: list[int]) -> list[bytes]:
+    """Logits of decode steps."""
+    logits = []
+    for token in tokens:
+        with built.step([token], Phase.DECODE) as step:
+            logits.append(step.logits().tobytes())
+            step.settle()
+    return logits
+
+
+@pytest.mark.parametrize("gpu_layers", [0, 3])
+def test_the_demo_model_has_its_bits(gpu_layers: int) -> None:
+    """Float16 matrices and a head of its own, as they come with kvs."""
+    outcome = []
+    for layers in (ALL_LAYERS, gpu_layers):
+        with engine(DEMO_MODEL, kv=kv_settings("q8_0", "q4_0"), pool=0.0, gpu_layers=layers) as built:
+            vocab = built.spec.n_vocab
+            outcome.append(run(built, text(vocab, 100), text(vocab, 6, 1)).tobytes())
+    assert outcome[0] == outcome[1]
+
+
+def test_smollm2_has_its_bits(smollm2_path: Path) -> None:
+    """A tied head stays; half of 30 layers pass, every other one."""
+    outcome = []
+    for layers in (ALL_LAYERS, 16):
+        with engine(smollm2_path, kv=kv_settings(), ubatch=32, gpu_layers=layers) as built:
+            outcome.append(run(built, text(built.spec.n_vocab, 40), text(built.spec.n_vocab, 2, 1)).tobytes())
+            found = built.weights_report()
+    assert outcome[0] == outcome[1]
+    assert found.passing == tuple(range(1, 30, 2))
+
+
+def test_where_weights_are_is_counted(tmp_path: Path) -> None:
+    """What passes is in the arena's ring and in host memory, and not among the weights of the device."""
+    path = write_tiny_llama(tmp_path / "llama.gguf", seed=2, n_layer=8, weight_type="q8_0")
+    file = GgufFile.open(path)
+    bytes_of = {
+        layer: sum(
+            info.n_bytes for name, info in file.tensors.items()
+            if name.startswith(f"blk.{layer}.") and len(info.shape) == 2 and "conv1d" not in name
+        )
+        for layer in range(8)
+    }   # eight equal ones
+    with engine(path, kv=kv_settings(), gpu_layers=ALL_LAYERS) as built:
+        everything, plain_arena = built.memory_report(), built.memory.arena_bytes
+    with engine(path, kv=kv_settings(), gpu_layers=5) as built:
+        found, held = built.weights_report(), built.memory_report()
+        arena = built.memory.plan(Phase.DECODE)
+        assert built.memory.plan(Phase.PREFILL).region(WEIGHTS_RING) == arena.region(WEIGHTS_RING)
+        for phase in Phase:
+            built.enter(phase)
+            assert built._handover.layout.pool_offset >= found.ring_bytes
+    assert found.passing == (1, 3, 5, 7)
+    assert 0 <= found.home_bytes - 4 * bytes_of[0] < 4 * 7 * 256   # seven matrices, each from a multiple of 256 on
+    assert found.home_bytes == 4 * found.ring_bytes
+    assert arena.region(WEIGHTS_RING).size_bytes == found.ring_bytes
+    assert built.memory.arena_bytes >= plain_arena
+    elements = sum(
+        info.n_elements for name, info in file.tensors.items() if name.startswith("blk.1.") and len(info.shape) == 2
+    )
+    assert everything["weights"] - held["weights"] == 4 * 4 * elements   # float32 of four layers
+    assert found.resident_bytes == held["weights"]
+
+
+def test_an_arena_without_room_for_the_ring_is_refused(tiny_llama: Path) -> None:
+    """With the MiB that would do, and do; one less would not."""
+    file, context = GgufFile.open(tiny_llama), ContextSettings(ctx_size=512, ubatch=64)
+
+    def load(arena_mib: int) -> None:
+        kv = kv_settings("f16", "f16", arena_mib=arena_mib)
+        Engine(file, HostDevice(1), context=context, kv=kv, rope=RopeSettings(), gpu_layers=0).close()
+
+    with pytest.raises(BudgetError, match=r"--kv-stream-arena-mib is 1; raise it, or lower --ubatch-size, or use "
+                                          r"--gpu-layers all: 1 MiB of it are for weights") as caught:
+        load(1)
+    assert caught.value.needed_mib is not None
+    load(caught.value.needed_mib)
+    with pytest.raises(BudgetError):
+        load(caught.value.needed_mib - 1)
+
+
+def test_pinned_memory_that_is_missing_is_one_line(tiny_llama: Path) -> None:
+    """Said while loading, with what is held; the device allocates nothing else then."""
+    file, context = GgufFile.open(tiny_llama), ContextSettings(ctx_size=512, ubatch=64)
+    device = HostDevice(1, debug=HostDebug(fail_alloc_at=3))
+    with pytest.raises(DeviceError, match=r"no pinned host memory for 0\.\d MiB more of weights that do not stay on "
+                                          r"the device \(\d MiB held\); raise --gpu-layers, or end other programs"):
+        Engine(file, device, context=context, kv=kv_settings(), rope=RopeSettings(), gpu_layers=0)
+    assert device.memory_report()["arena"] == 0
+    device.close()
+
+
+@pytest.mark.parametrize("gpu_layers", [0, 3])
+def test_experts_stay_together(tiny_models: dict[str, Path], gpu_layers: int) -> None:
+    """A mixture of experts is refused before anything is loaded; all of its layers are fine, and one less is all."""
+    path = tiny_models["qwen3moe"]
+    words = rf"--gpu-layers {gpu_layers}: .* layers of experts, .* --gpu-layers all"
+    with pytest.raises(CapabilityError, match=words), engine(path, kv=kv_settings(), gpu_layers=gpu_layers):
+        pass
+    with engine(path, kv=kv_settings(), gpu_layers=ALL_LAYERS) as built:
+        assert built.weights_report().passing == ()
