@@ -36,7 +36,7 @@ from kvs_core.settings import (
     SyntheticModel,
     UrlModel,
 )
-from kvs_core.settings.rooms import ALL_LAYERS, AS_IN_FILE
+from kvs_core.settings.rooms import AS_IN_FILE
 from kvs_core.speculative.drafter import verify_width
 from kvs_core.units import MIB
 
@@ -106,7 +106,7 @@ def open_engine(
                 model.file, device, context=settings.context, kv=settings.kv, rope=settings.rope,
                 drafting=Drafting.of(settings.speculative.types),
                 progress=stage("loading weights", "bytes"), kernel_progress=stage("compiling", "kernels"),
-                pool_bytes=pool_bytes, gpu_layers=gpu_layers(settings.device, device),
+                pool_bytes=pool_bytes, gpu_layers=gpu_layers(settings.device, device, model.spec),
             )
         _log_weights(engine, settings)
         engine.warm_up()
@@ -119,10 +119,10 @@ def open_engine(
         engine.close()
 
 
-def gpu_layers(settings: DeviceSettings, device: Device) -> int | None:
+def gpu_layers(settings: DeviceSettings, device: Device, spec: ModelSpec) -> int | None:
     """``Engine``'s, on the device that was opened; says so where it is not what was asked for."""
     asked = settings.gpu_layers
-    if device.is_host and settings.name != "cpu" and asked not in (None, 0, ALL_LAYERS):
+    if device.is_host and settings.name != "cpu" and asked is not None and 0 < asked < spec.n_layer:
         LOGGER.warning("--gpu-layers %d: without a GPU all weights are in the CPU's memory, and none moves", asked)
     return settings.layers_on(is_host=device.is_host)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from gguf.constants import GGMLQuantizationType as Quant
 
@@ -21,14 +21,17 @@ Held = Callable[[TensorInfo], tuple[str, int]]
 """The name of the form in which a matrix is held, and its bytes."""
 
 
-def held_weights(file: GgufFile, spec: ModelSpec, held: Held, *, nextn: bool, table: bool = False) -> Weights:
+def held_weights(
+    file: GgufFile, spec: ModelSpec, held: Held, *, nextn: bool, table: bool = False, passing: Collection[int] = ()
+) -> Weights:
     """What a step reads. Matrices are the tensors of two dimensions, but for the taps of convolutions, and experts'
     parts of those of three, which are held last.
 
-    nextn  with the MTP block
-    table  the token table is held in device memory even if it is not the head
+    nextn    with the MTP block
+    table    the token table is held in device memory even if it is not the head
+    passing  layers whose matrices pass through the arena
     """
-    table_bytes = 0
+    table_bytes = passing_bytes = 0
     trunk: Counter[str] = Counter()
     head: Counter[str] = Counter()
     block: Counter[str] = Counter()
@@ -43,6 +46,8 @@ def held_weights(file: GgufFile, spec: ModelSpec, held: Held, *, nextn: bool, ta
             part = block if layer_of(info.name) >= spec.n_layer else trunk
         name, size = held(info)
         part[name] += size
+        if layer_of(info.name) in passing and name != IN_FILE:
+            passing_bytes += size
     experts: Counter[str] = Counter()
     block_experts: Counter[str] = Counter()
     for info in _tensors(file, spec, nextn, dimensions=3):
@@ -51,7 +56,9 @@ def held_weights(file: GgufFile, spec: ModelSpec, held: Held, *, nextn: bool, ta
             name, size = held(matrix)
             part[name] += size
     share = 0.0 if spec.experts is None else spec.experts.used / spec.experts.count
-    return Weights(dict(trunk), dict(head), dict(block), table_bytes, dict(experts), dict(block_experts), share)
+    return Weights(
+        dict(trunk), dict(head), dict(block), table_bytes, dict(experts), dict(block_experts), share, passing_bytes
+    )
 
 
 def held_on_cuda(info: TensorInfo) -> tuple[str, int]:
@@ -59,13 +66,16 @@ def held_on_cuda(info: TensorInfo) -> tuple[str, int]:
     return held_type(info.quant).name, held_bytes(info)
 
 
-def held_on_host(free_bytes: int) -> Held:
-    """As ``device/host/weights.py`` holds them: float32 as long as there is room, one after the other."""
+def held_on_host(free_bytes: int, passing: Collection[int] = ()) -> Held:
+    """As ``device/host/weights.py`` holds them: float32 as long as there is room, one after the other. Those of layers
+    that are ``passing`` are dequantised at every use, as if they were in the file."""
     left = int(HELD_SHARE * free_bytes)
 
     def held(info: TensorInfo) -> tuple[str, int]:
         nonlocal left
         size = 4 * info.n_elements
+        if layer_of(info.name) in passing:
+            return IN_FILE, size
         if info.quant is Quant.F32 or size <= left:
             left -= 0 if info.quant is Quant.F32 else size
             return FLOATS, size

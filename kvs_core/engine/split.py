@@ -7,7 +7,7 @@ as many bytes as it has. So does the MTP block. With one layer left over nothing
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import chain
 
 from kvs_core.device.base import Device
@@ -18,7 +18,7 @@ from kvs_core.formats.gguf import GgufFile, TensorInfo
 from kvs_core.models.recurrent import state_bytes
 from kvs_core.models.spec import ModelSpec
 from kvs_core.models.weights import layer_of
-from kvs_core.paging.weight_ring import WeightRing
+from kvs_core.paging.weight_ring import ALL_STAY, WeightRing, WeightSplit, spread
 from kvs_core.settings.rooms import ALL_LAYERS, ContextSettings, KvSettings
 from kvs_core.units import MIB
 
@@ -26,27 +26,6 @@ _LEAST_PASSING = 2
 
 PartBytes = Callable[[Iterable[TensorInfo]], int]
 """``Device.part_bytes``."""
-
-
-@dataclass(frozen=True, slots=True)
-class WeightSplit:
-    """passing: layers of the trunk whose matrices pass; ring: their parts, as large as they may be"""
-
-    passing: tuple[int, ...] = ()
-    ring: WeightRing = field(default_factory=lambda: WeightRing(()))
-
-    @property
-    def pass_bytes(self) -> int:
-        """That a pass over the layers moves to the device, and that host memory holds."""
-        return sum(self.ring.part_bytes)
-
-
-ALL_STAY = WeightSplit()
-
-
-def spread(count: int, layers: int) -> tuple[int, ...]:
-    """``count`` of so many layers, evenly: the link then has as much to do everywhere in a step."""
-    return tuple(layer for layer in range(layers) if (layer + 1) * count // layers > layer * count // layers)
 
 
 def check_layers(spec: ModelSpec, gpu_layers: int | None) -> None:

@@ -1,4 +1,4 @@
-"""WeightRing: where in the arena the parts of layers lie whose weights do not stay there. Pure.
+"""WeightSplit and WeightRing: layers whose weights do not stay on the device, and where in the arena they pass. Pure.
 
 Parts come in an order that repeats; two that follow each other lie at opposite ends, so that one is copied while the
 other is read. Each has one place for good, which a captured step may know:
@@ -10,7 +10,7 @@ other is read. Each has one place for good, which a captured step may know:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from kvs_core.units import align_up
@@ -42,3 +42,24 @@ class WeightRing:
             for number, size in enumerate(self.part_bytes)
         ]
         return [range(start, start + size) for start, size in zip(starts, self.part_bytes, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSplit:
+    """passing: layers of the trunk whose matrices pass; ring: their parts, as large as they may be"""
+
+    passing: tuple[int, ...] = ()
+    ring: WeightRing = field(default_factory=lambda: WeightRing(()))
+
+    @property
+    def pass_bytes(self) -> int:
+        """That a pass over the layers moves to the device, and that host memory holds."""
+        return sum(self.ring.part_bytes)
+
+
+ALL_STAY = WeightSplit()
+
+
+def spread(count: int, layers: int) -> tuple[int, ...]:
+    """``count`` of so many layers, evenly: the link then has as much to do everywhere in a step."""
+    return tuple(layer for layer in range(layers) if (layer + 1) * count // layers > layer * count // layers)
