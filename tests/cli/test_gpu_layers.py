@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from kvs_cli.plan import plan as making
+from kvs_core.engine.rates import Found
 from kvs_core.formats.gguf import GgufFile
 from tests.cli.conftest import GREEDY, Kvs
+from tests.cli.test_plan import RATES
 from tests.support.tiny_gguf import write_tiny_qwen3moe
 
 
@@ -63,3 +67,33 @@ def test_an_arena_without_room_for_the_ring(kvs: Kvs, tiny_llama: Path) -> None:
     error = kvs("run", "-m", tiny_llama, "-p", "x", "--device", "cpu", "-ngl", "1", "--kv-stream-arena-mib", "1").error
     assert "--kv-stream-arena-mib is 1; raise it" in error
     assert "--gpu-layers all: 1 MiB of it are for weights that pass through" in error
+
+
+def test_info_and_plan_know_what_streams(kvs: Kvs, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layers and bytes that a run has; the link takes their time in every step, and their ring is in the arena."""
+    monkeypatch.setattr(making, "find_rates", lambda *_: Found(replace(RATES, copy_s=0.0), kept=True))
+    small = ("-c", "2048", "-ub", "64", "--kv-page-tokens", "32", "--device", "cpu", "--kv-stream-arena-mib", "2")
+    done = kvs("run", "-m", tiny_llama, "-p", "x", "-n", "1", *small, "-ngl", "3", "--json").json["weights"]
+    info = kvs("info", tiny_llama, *small, "-ngl", "3", "--json").json
+    assert info["weights"] == {key: done[key] for key in info["weights"]}
+    text = kvs("info", tiny_llama, *small, "-ngl", "3").out
+    assert "weights  " in text
+    assert "2 of 4 layers resident; 0." in text
+    plain, plan = (kvs("plan", tiny_llama, *small, *flags, "--json").json for flags in ((), ("-ngl", "3")))
+    memory = plan["memory"]
+    assert (memory["streamed_layers"], memory["streamed_weights_bytes"], memory["weights_ring_bytes"]) == (
+        done["streamed_layers"], done["streamed_bytes"], done["ring_bytes"]
+    )
+    assert plan["weights_h2d_bytes"] == done["streamed_bytes"]
+    assert plain["weights_h2d_bytes"] == 0
+    assert memory["arena_bytes"] == plain["memory"]["arena_bytes"] == 2 << 20
+    assert memory["pool_pages"] < plain["memory"]["pool_pages"]
+    assert memory["weights_bytes"] < plain["memory"]["weights_bytes"]
+    assert memory["host_needed_bytes"] - memory["needed_bytes"] - memory["history_bytes"] == done["streamed_bytes"]
+    streamed_ms = 1e3 * done["streamed_bytes"] / plan["device"]["link_bytes_per_s"]
+    first, end = plan["points"][0], plan["points"][-1]
+    assert first["streamed_pages"] == 0
+    assert first["link_ms"] == pytest.approx(streamed_ms, rel=1e-6)
+    pages_ms = 1e3 * end["streamed_bytes"] / plan["device"]["link_bytes_per_s"]
+    assert end["link_ms"] == pytest.approx(streamed_ms + pages_ms, rel=1e-6)
+    assert "weights that stream" in kvs("plan", tiny_llama, *small, "-ngl", "3").out

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvs_core.engine.budget import BudgetDevice, plan_budget
+from kvs_core.engine.budget import BudgetDevice, Drafting, plan_budget
 from kvs_core.engine.engine import Engine
 from kvs_core.engine.held import held_on_cuda, held_weights
 from kvs_core.engine.split import plan_split
@@ -22,8 +22,9 @@ from kvs_core.paging.weight_ring import ALL_STAY, WeightSplit
 from kvs_core.settings.rooms import ALL_LAYERS, ContextSettings, RopeSettings
 from kvs_core.units import MIB
 from tests.engine.machines import MACHINES, Machine, Move, machine_of, play, write_models
+from tests.engine.rounds import Played, Round, play_rounds
 from tests.engine.tiny import engine, kv_settings
-from tests.support.tiny_gguf import write_tiny_llama
+from tests.support.tiny_gguf import write_tiny_llama, write_tiny_qwen35
 
 PREFILL, DECODE = Phase.PREFILL, Phase.DECODE
 
@@ -69,6 +70,32 @@ def test_bits_do_not_depend_on_where_weights_are(machine: Machine, models: dict[
             assert runtime.allocations == ready
         ahead = found.h2d_bytes - len(SCRIPT) * found.home_bytes
         assert 0 <= ahead <= found.ring_bytes
+
+
+def test_rounds_do_not_depend_on_where_weights_are(machine: Machine, tmp_path: Path) -> None:
+    """The same for drafts of both kinds, which are captured work of their own, for rejections, and for steps in tiles,
+    which run as they come; all of them by turns with captured steps."""
+    path = write_tiny_qwen35(
+        tmp_path / "qwen35.gguf", seed=1, n_layer=2, interval=2, embd=32, heads=2, kv_heads=1, head_dim=64, ffn=32,
+        ssm_state=32, ssm_k_heads=1, ssm_v_heads=2,
+    )
+    rounds = [
+        Round("next", 2, 3, 1), Round("", 1, 17, 9), Round("resident", 2, 3, 2), Round("resident", 1, 3, 0),
+        Round("", 1, 2, 2, prefill=True), Round("resident", 1, 2, 2, left_open=True), Round("next", 1, 2, 2),
+    ]
+    outcome = []
+    for gpu_layers in (ALL_LAYERS, 0):
+        played = Played()
+        with engine(
+            path, kv=kv_settings("f32", "f32"), pool=0.6, fixed=True, drafting=Drafting(nextn=True, resident=True),
+            ubatch=32, device=machine.device, gpu_layers=gpu_layers,
+        ) as built:
+            play_rounds(built, 40, rounds, 3, drafting=True, played=played)
+            passing = built.weights_report().passing
+        outcome.append((played.logits, played.widths))
+    assert passing == (0, 1)
+    assert outcome[0] == outcome[1]
+    assert outcome[0][1] == [17]
 
 
 CONTEXT = ContextSettings(ctx_size=512, ubatch=64)
