@@ -72,19 +72,24 @@ class Splits:
         """The most layers on the device that leave ``target_bytes`` of what is free, or, where none does, that fit.
 
         needed_bytes  of the device: weights that stay, state, arena; ``BudgetError`` for an arena that cannot be
-        Nothing passes where nothing would help; then loading says what cannot be had.
+        Nothing passes where nothing would help; then loading says what cannot be had. ``BudgetError`` where a larger
+        arena might help: it has no room for the ring.
         """
         if self._spec.experts is not None:
             return ALL_STAY
+        refused: BudgetError | None = None
         for spared in (target_bytes, 0):
             for count in (ALL_LAYERS, *range(self._spec.n_layer - 1, 0, -1)):
                 split = self.at(count)
                 try:
                     needed = needed_bytes(split)
-                except BudgetError:
+                except BudgetError as error:
+                    refused = refused or error
                     continue
                 if needed + spared <= free_bytes:
                     return split
+        if refused is not None:
+            raise refused
         return ALL_STAY
 
 

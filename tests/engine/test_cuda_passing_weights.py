@@ -13,7 +13,7 @@ from kvs_core.engine.budget import BudgetDevice, Drafting, plan_budget
 from kvs_core.engine.engine import Engine
 from kvs_core.engine.held import held_on_cuda, held_weights
 from kvs_core.engine.split import plan_split
-from kvs_core.errors import DeviceError
+from kvs_core.errors import BudgetError, DeviceError
 from kvs_core.formats.gguf import GgufFile
 from kvs_core.memory.phases import Phase
 from kvs_core.models.recurrent import state_bytes
@@ -144,6 +144,14 @@ def test_auto_keeps_the_most_layers_that_fit(machine: Machine, tmp_path: Path) -
     assert chosen(path, machine, whole, **target)[0] != ALL_STAY
     assert chosen(path, machine, whole, **(target | {"fit_target_mib": 0}))[0] == ALL_STAY
     assert chosen(path, machine, whole, **target, fit=False)[0] == ALL_STAY
+    with pytest.raises(BudgetError) as caught:
+        chosen(path, machine, whole, arena_mib=1)
+    least = target | {"arena_mib": caught.value.needed_mib}   # without a ring
+    split, needed = chosen(path, machine, 1 << 40, **least)
+    assert split == ALL_STAY
+    words = rf"--kv-stream-arena-mib is {caught.value.needed_mib}; raise it, .* 2 MiB of it are for weights"
+    with pytest.raises(BudgetError, match=words):
+        chosen(path, machine, needed - 1, **least)
 
 
 def test_auto_runs(machine: Machine, tmp_path: Path) -> None:
