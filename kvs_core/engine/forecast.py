@@ -246,8 +246,10 @@ def place(setup: Setup, rates: Rates, tokens: int, rows: int) -> Placement:
     budget, geometry = setup.budget, setup.budget.geometry
     config = replace(budget.residency, link_bytes_per_s=rates.link_bytes_per_s)
     pages = geometry.pages_of(tokens + rows)
-    # The policy's own measure of the gap between two attention layers: a step that streams nothing, over its layers.
-    gap_s = _kernels_s(setup, rates, 0, 1, runs=0) / setup.kv_layers
+    # The policy's own measure of the gap between two attention layers: a step that streams no page, over its layers,
+    # without the time that the link takes for weights.
+    pass_s = setup.pass_s(rates)
+    gap_s = (side_by_side(_kernels_s(setup, rates, 0, 1, runs=0), pass_s) - pass_s) / setup.kv_layers
     cuts: tuple[int, ...] = (0,) * setup.kv_layers
     # A prompt of so many tokens is read first: not all that a smaller pool gave up then comes back.
     for phase, first, last in (

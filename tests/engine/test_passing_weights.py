@@ -219,3 +219,30 @@ def test_experts_stay_together(tiny_models: dict[str, Path], gpu_layers: int) ->
         pass
     with engine(path, kv=kv_settings(), gpu_layers=ALL_LAYERS) as built:
         assert built.weights_report().passing == ()
+
+
+def test_a_copy_that_fails_is_an_error_and_no_wrong_bit(tiny_llama: Path) -> None:
+    """Whichever it is, of weights or of pages: what was computed before has its bits, and then there is an error."""
+    outcome: list[list[bytes]] = []
+    for fail in (None, *range(0, 60, 3)):
+        logits: list[bytes] = []
+        said = "as asked for"
+        with engine(
+            tiny_llama, kv=kv_settings(), pool=0.0, debug=HostDebug(poison=True, fail_copy_at=fail), gpu_layers=1
+        ) as built:
+            tokens = text(built.spec.n_vocab, 150)
+            try:
+                for first in range(0, 150, 50):
+                    with built.step(tokens[first : first + 50], Phase.PREFILL) as step:
+                        logits.append(step.logits().tobytes())
+                        step.settle()
+                logits += run_on(built, tokens[:4])
+            except DeviceError as error:
+                said = str(error)
+        assert "as asked for" in said
+        outcome.append(logits)
+    whole = outcome[0]
+    assert len(whole) == 7
+    assert {len(logits) for logits in outcome[1:]} >= {0, 1, 2}
+    for logits in outcome[1:]:
+        assert logits == whole[: len(logits)]
