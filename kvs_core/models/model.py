@@ -66,6 +66,9 @@ def step_sizes(spec: ModelSpec, rows: int) -> StepSizes:
     )
 
 
+_MIXER, _FEED_FORWARD = 0, 1   # of ``Layer.parts``
+
+
 @dataclass(frozen=True, slots=True)
 class Layer:
     """One layer of the trunk.
@@ -158,13 +161,10 @@ class Model:
         self._embed(step)
         self._begin_pass()
         for layer in self._layers:
-            if layer.parts:
-                with self._passing(layer.parts[0]):
-                    layer.mixer.add_to(step)
-                with self._passing(layer.parts[1]):
-                    layer.feed_forward.add_to(step)
-            else:
-                layer.add_to(step)
+            with self._passing(layer, _MIXER):
+                layer.mixer.add_to(step)
+            with self._passing(layer, _FEED_FORWARD):
+                layer.feed_forward.add_to(step)
         if nextn is not None:
             nextn.follow(step, self._output_norm)
 
@@ -194,14 +194,11 @@ class Model:
         each(self._embed)
         self._begin_pass()
         for layer in self._layers:
-            if layer.parts:
-                with self._passing(layer.parts[0]):
+            if layer.parts or isinstance(layer.mixer, Attention):
+                with self._passing(layer, _MIXER):
                     mix(layer)
-                with self._passing(layer.parts[1]):
+                with self._passing(layer, _FEED_FORWARD):
                     each(layer.feed_forward.add_to)
-            elif isinstance(layer.mixer, Attention):
-                mix(layer)
-                each(layer.feed_forward.add_to)
             else:
                 each(layer.add_to)
         if self.nextn is not None:
@@ -234,12 +231,15 @@ class Model:
             self._flow.begin()
 
     @contextmanager
-    def _passing(self, part: WeightPart) -> Iterator[None]:
-        """What the block enqueues has the part; after an error the next pass begins anew."""
+    def _passing(self, layer: Layer, part: int) -> Iterator[None]:
+        """What the block enqueues has the matrices of that part; after an error the next pass begins anew."""
+        if not layer.parts:
+            yield
+            return
         assert self._flow is not None, "nobody brings the weights that pass through the arena"
-        self._flow.acquire(part)
+        self._flow.acquire(layer.parts[part])
         yield
-        self._flow.release(part)
+        self._flow.release(layer.parts[part])
 
     def _embed(self, step: Step) -> None:
         self._ops.embed(self._embedding, step.x, factor=self.spec.embedding_factor)

@@ -140,14 +140,14 @@ def test_the_demo_model_has_its_bits(gpu_layers: int) -> None:
 
 
 def test_smollm2_has_its_bits(smollm2_path: Path) -> None:
-    """A tied head stays; half of 30 layers pass, every other one."""
-    outcome = []
-    for layers in (ALL_LAYERS, 16):
-        with engine(smollm2_path, kv=kv_settings(), ubatch=32, gpu_layers=layers) as built:
+    """A tied head stays; of 30 layers every other one passes, and all of them, while pages stream and while none do."""
+    outcome, passing = [], []
+    for layers, pool in ((ALL_LAYERS, None), (16, 0.0), (0, None)):
+        with engine(smollm2_path, kv=kv_settings(), pool=pool, ubatch=32, gpu_layers=layers) as built:
             outcome.append(run(built, text(built.spec.n_vocab, 40), text(built.spec.n_vocab, 2, 1)).tobytes())
-            found = built.weights_report()
-    assert outcome[0] == outcome[1]
-    assert found.passing == tuple(range(1, 30, 2))
+            passing.append(built.weights_report().passing)
+    assert outcome[0] == outcome[1] == outcome[2]
+    assert passing == [(), tuple(range(1, 30, 2)), tuple(range(30))]
 
 
 def test_where_weights_are_is_counted(tmp_path: Path) -> None:
