@@ -14,9 +14,11 @@ from pathlib import Path
 
 from kvs_cli.render import Screen
 from kvs_core.demo import DEMO_MODEL
+from kvs_core.device.base import Device
 from kvs_core.device.choose import open_device
 from kvs_core.engine.budget import Drafting
 from kvs_core.engine.engine import Engine
+from kvs_core.engine.split import check_layers
 from kvs_core.formats.finite import check_finite
 from kvs_core.formats.gguf import GgufFile, parse_override
 from kvs_core.formats.hub import fetch_url, resolve_hf
@@ -26,6 +28,7 @@ from kvs_core.models.spec import ModelSpec
 from kvs_core.models.synthetic import synthetic_model
 from kvs_core.settings import (
     ContextPlan,
+    DeviceSettings,
     EngineSettings,
     HubModel,
     ModelSettings,
@@ -35,6 +38,7 @@ from kvs_core.settings import (
 )
 from kvs_core.settings.rooms import AS_IN_FILE
 from kvs_core.speculative.drafter import verify_width
+from kvs_core.units import MIB
 
 LOGGER = logging.getLogger(__name__)
 
@@ -89,7 +93,7 @@ def open_engine(
 
     ``pool_bytes``: of KV pages alone, with the workspaces outside, where the settings name no arena and no pool.
     """
-    settings.device.check_gpu_layers(model.spec.n_layer)
+    check_layers(model.spec, settings.device.gpu_layers)
     # What is wrong is said before the weights are read.
     context = settings.context.plan(model.spec.n_ctx_train, model.spec.n_ctx_most)
     verify_width(
@@ -102,8 +106,9 @@ def open_engine(
                 model.file, device, context=settings.context, kv=settings.kv, rope=settings.rope,
                 drafting=Drafting.of(settings.speculative.types),
                 progress=stage("loading weights", "bytes"), kernel_progress=stage("compiling", "kernels"),
-                pool_bytes=pool_bytes,
+                pool_bytes=pool_bytes, gpu_layers=gpu_layers(settings.device, device, model.spec),
             )
+        _log_weights(engine, settings)
         engine.warm_up()
     except BaseException:
         device.close()
@@ -112,6 +117,32 @@ def open_engine(
         yield engine
     finally:
         engine.close()
+
+
+def gpu_layers(settings: DeviceSettings, device: Device, spec: ModelSpec) -> int | None:
+    """``Engine``'s, on the device that was opened; says so where it is not what was asked for."""
+    asked = settings.gpu_layers
+    if device.is_host and settings.name != "cpu" and asked is not None and 0 < asked < spec.n_layer:
+        LOGGER.warning("--gpu-layers %d: without a GPU all weights are in the CPU's memory, and none moves", asked)
+    return settings.layers_on(is_host=device.is_host)
+
+
+def _log_weights(engine: Engine, settings: EngineSettings) -> None:
+    """Which weights do not stay, and what that means."""
+    found = engine.weights_report()
+    if not found.passing:
+        return
+    LOGGER.info(
+        "weights: %d of %d layers stay on the device, %.1f MiB with the output layer; those of %d pass through the "
+        "arena in every step, %.1f MiB from pinned memory through a ring of %.1f MiB",
+        found.layers - len(found.passing), found.layers, found.resident_bytes / MIB, len(found.passing),
+        found.home_bytes / MIB, found.ring_bytes / MIB,
+    )
+    if "draft-resident" in settings.speculative.types:
+        LOGGER.warning(
+            "--spec-type draft-resident: each drafted token takes the %.1f MiB of weights over the link too; "
+            "n-gram drafters or draft-mtp cost less", found.home_bytes / MIB,
+        )
 
 
 def _find(source: Path | HubModel | UrlModel | None, settings: ModelSettings, screen: Screen) -> Path:

@@ -175,6 +175,12 @@ def log_summary(result: RunResult) -> None:
         kv.mode, kv.arena_bytes / MIB, stats.resident_pages, stats.active_pages, stats.streamed_pages_per_step,
         stats.ring_slots,
     )
+    weights = result.weights
+    if weights.passing:
+        LOGGER.info(
+            "weights: %d of %d layers resident, %d streamed, %.2f MiB per step",
+            weights.layers - len(weights.passing), weights.layers, len(weights.passing), weights.home_bytes / MIB,
+        )
     LOGGER.info(
         "moved: %.2f MiB to the device per token%s; history %.1f MiB in host memory",
         result.h2d_bytes_per_token / MIB, "" if kv.stall_ms is None else f", {kv.stall_ms:.0f} ms stalled",

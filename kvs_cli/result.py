@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvs_core.engine.engine import KvReport
+from kvs_core.engine.engine import KvReport, WeightsReport
 from kvs_core.models.spec import ModelSpec
 from kvs_core.sampling.logprobs import TokenProbs
 from kvs_core.speculative.drafter import DraftStats
@@ -112,6 +112,7 @@ class RunResult:
     seed_is_random: bool
     timings: Timings
     kv: KvReport
+    weights: WeightsReport
     decode_h2d_bytes: int
     probs: tuple[TokenProbs, ...]
     drafts: Drafts | None
@@ -164,6 +165,14 @@ class RunResult:
                 "repartitions": stats.repartitions,
                 "history_bytes": stats.history_bytes,
             },
+            "weights": {
+                "layers": self.weights.layers,
+                "streamed_layers": list(self.weights.passing),
+                "resident_bytes": self.weights.resident_bytes,
+                "streamed_bytes": self.weights.home_bytes,
+                "ring_bytes": self.weights.ring_bytes,
+            },
+            "weights_h2d_bytes": self.weights.home_bytes,   # per step
             "spec": None if self.drafts is None else self.drafts.as_json(),
             "probs": [
                 {"id": step.id, "logprob": step.logprob, "top": [[top.id, top.logprob] for top in step.top]}

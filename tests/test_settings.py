@@ -120,15 +120,15 @@ def test_kv_settings_check_themselves(values: dict[str, object], words: str) -> 
         KvSettings(**values)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("asked", "fine"), [(None, True), (0, True), (30, True), (999, True), (1, False), (29, False)])
-def test_layers_are_not_split(asked: int | None, fine: bool) -> None:
-    """All layers, or none for the CPU; a part of them is refused with both numbers."""
-    device = DeviceSettings(gpu_layers=asked)
-    if fine:
-        device.check_gpu_layers(30)
-    else:
-        with pytest.raises(SettingsError, match=rf"--gpu-layers {asked}: the model has 30 layers"):
-            device.check_gpu_layers(30)
+@pytest.mark.parametrize(
+    ("name", "asked", "on_gpu", "on_host"),
+    [("auto", None, None, None), ("auto", 7, 7, None), ("cuda", 0, 0, None), ("cpu", 7, 7, 7), ("cpu", 0, 0, None)],
+)
+def test_layers_on_the_device(name: str, asked: int | None, on_gpu: int | None, on_host: int | None) -> None:
+    """On the CPU nothing passes unless it plays the GPU; without a layer on the GPU it is just the CPU."""
+    device = DeviceSettings(name, gpu_layers=asked)
+    assert device.layers_on(is_host=False) == on_gpu
+    assert device.layers_on(is_host=True) == on_host
 
 
 @pytest.mark.parametrize(

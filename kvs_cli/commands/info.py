@@ -9,15 +9,19 @@ from typing import Any
 from kvs_cli.open_model import OpenModel, open_model, plan_context
 from kvs_cli.plan.text import full_arena
 from kvs_cli.render import Screen, print_json, print_sections
+from kvs_core.device.cuda.weights import part_bytes as cuda_part_bytes
 from kvs_core.device.host.machine import available_ram_bytes
+from kvs_core.device.host.parts import part_bytes as host_part_bytes
 from kvs_core.engine.budget import Budget, arena_for, plan_budget
+from kvs_core.engine.split import Splits
 from kvs_core.memory.phases import Phase
 from kvs_core.models.recurrent import state_bytes
 from kvs_core.models.spec import ExpertSpec, LayerSpec, ModelSpec
 from kvs_core.paging.geometry import PageGeometry
 from kvs_core.paging.residency import Observation, ResidencyState, residency_step
+from kvs_core.paging.weight_ring import ALL_STAY, WeightSplit
 from kvs_core.sampling.params import METADATA_PARAMS, SamplingParams
-from kvs_core.settings import EngineSettings, InfoSettings, KvSettings
+from kvs_core.settings import DeviceSettings, EngineSettings, InfoSettings, KvSettings
 from kvs_core.units import MIB, mib_ceil
 
 Section = dict[str, Any]
@@ -27,10 +31,12 @@ def execute(settings: InfoSettings) -> int:
     """Print it; the exit code. Raises ``KvsError``, also for an arena that could not run this context."""
     model = open_model(settings.engine.model, Screen.of(settings.logging), settings.engine.rope)
     plan_context(model, settings.engine)
+    split = _split(model, settings.engine.device)
     budget = plan_budget(
-        model.spec, settings.engine.context, settings.engine.kv, free_bytes=available_ram_bytes()
+        model.spec, settings.engine.context, settings.engine.kv, free_bytes=available_ram_bytes(),
+        ring_bytes=split.ring.size_bytes,
     )
-    facts = _facts(model, settings.engine, budget)
+    facts = _facts(model, settings.engine, budget, split)
     if settings.json:
         print_json(facts)
     else:
@@ -38,7 +44,15 @@ def execute(settings: InfoSettings) -> int:
     return 0
 
 
-def _facts(model: OpenModel, settings: EngineSettings, budget: Budget) -> Section:
+def _split(model: OpenModel, device: DeviceSettings) -> WeightSplit:
+    """As asked; how many layers fit is a matter of the device, which ``info`` does not look for."""
+    layers = device.layers_on(is_host=device.wants_cpu)
+    if layers is None:
+        return ALL_STAY
+    return Splits(model.file, model.spec, host_part_bytes if device.wants_cpu else cuda_part_bytes).at(layers)
+
+
+def _facts(model: OpenModel, settings: EngineSettings, budget: Budget, split: WeightSplit) -> Section:
     """Everything that ``info`` knows, as ``--json`` prints it. Sizes in bytes unless the name says otherwise."""
     return {
         "synthetic": model.file.synthetic,
@@ -54,6 +68,12 @@ def _facts(model: OpenModel, settings: EngineSettings, budget: Budget) -> Sectio
             "page_tokens": budget.geometry.page_tokens,
             "page_bytes": budget.geometry.page_bytes,
             "state_bytes": state_bytes(model.spec),
+        },
+        "weights": {
+            "layers": model.spec.n_layer,
+            "streamed_layers": list(split.passing),
+            "streamed_bytes": split.pass_bytes,
+            "ring_bytes": split.ring.size_bytes,
         },
         "plan": _plan(budget, settings.kv, model.spec),
     }
@@ -228,12 +248,23 @@ def _sections(facts: Mapping[str, Any]) -> dict[str, dict[str, str]]:
                 name: f"workspace {_mib(phase['workspace_bytes'])}, room for {phase['pool_slots']} pages"
                 for name, phase in phases.items()
             },
+            **_streamed_weights(facts["weights"]),
             "full context": f"{plan['pages']} pages, {_mib(plan['history_bytes'])} of history in host memory",
             "then streamed": f"{plan['streamed_pages_per_step']} pages, {_mib(plan['streamed_bytes_per_step'])} per "
                              f"token through a ring of {plan['ring_slots']}"
             if plan["streamed_pages_per_step"] else "nothing: all pages are resident",
         },
         "Layers at the full context": _planned_lines(plan["layers"]),
+    }
+
+
+def _streamed_weights(weights: Section) -> dict[str, str]:
+    streamed, layers = weights["streamed_layers"], weights["layers"]
+    if not streamed:
+        return {}
+    return {
+        "weights": f"{layers - len(streamed)} of {layers} layers resident; {_mib(weights['streamed_bytes'])} streamed "
+                   f"per step through {_mib(weights['ring_bytes'])} of the arena",
     }
 
 

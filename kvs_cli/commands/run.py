@@ -133,6 +133,7 @@ def _generate(
         seed_is_random=sampler.params.seed == RANDOM_SEED and sampler.params.temperature > 0,
         timings=Timings.between(start_s, loaded_s, prompt_done_s, token_s, len(prompt) - kept),
         kv=report,
+        weights=engine.weights_report(),
         decode_h2d_bytes=report.h2d_bytes - prompt_h2d_bytes,
         probs=tuple(piece.probs for piece in pieces if piece.probs is not None),
         drafts=_drafts(speculation),

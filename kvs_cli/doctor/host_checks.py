@@ -56,7 +56,7 @@ def settings_checks(facts: Facts) -> Iterator[Check]:
             yield warning(name, f"{value!r} hides every GPU", f"unset {name} to use one")
         elif name == "GGML_CUDA_ENABLE_UNIFIED_MEMORY":
             yield warning(name, f"{value!r} has no effect on kvs",
-                          f"unset {name}; a KV cache beyond the GPU is streamed, weights have to fit")
+                          f"unset {name}; a KV cache and weights beyond the GPU are streamed, see --gpu-layers")
         else:
             yield Check(name, repr(value))
 

@@ -37,6 +37,9 @@ def facts(plan: Plan) -> Section:
             "needed_bytes": plan.needed_bytes,
             "host_needed_bytes": plan.host_needed_bytes,
             "weights_bytes": setup.weights.size_bytes,
+            "streamed_layers": list(setup.split.passing),
+            "streamed_weights_bytes": setup.split.pass_bytes,
+            "weights_ring_bytes": setup.split.ring.size_bytes,
             "state_bytes": setup.state_bytes,
             "arena_bytes": memory.arena_bytes,
             "arena_is_chosen": kv.arena_mib in (None, "auto") and kv.pool_mib is None,
@@ -50,6 +53,7 @@ def facts(plan: Plan) -> Section:
             "type_k": kv.type_k, "type_v": kv.type_v, "layers": setup.kv_layers, "mode": budget.mode.value,
             "page_tokens": budget.geometry.page_tokens, "page_bytes": budget.geometry.page_bytes,
         },
+        "weights_h2d_bytes": setup.split.pass_bytes,   # per step
         "context_tokens": budget.context.context_tokens,
         "speculation": {
             "type": rounds.kind or None, "drafts": rounds.drafts, "tokens_per_round": rounds.tokens,

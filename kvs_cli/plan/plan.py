@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from kvs_cli.open_model import OpenModel
+from kvs_cli.open_model import OpenModel, gpu_layers
 from kvs_core.device.base import Device
 from kvs_core.device.host.machine import available_ram_bytes
 from kvs_core.engine.budget import BudgetDevice, Drafting, arena_for, plan_budget
 from kvs_core.engine.forecast import Point, Rounds, Setup, contexts, forecast
 from kvs_core.engine.held import held_on_cuda, held_on_host, held_weights
 from kvs_core.engine.rates import Found, find_rates, forget_rates
+from kvs_core.engine.split import plan_split
 from kvs_core.errors import BudgetError, CapabilityError
 from kvs_core.settings import EngineSettings, KvSettings
 from kvs_core.units import MIB, mib_ceil
@@ -61,8 +62,8 @@ class Plan:
 
     @property
     def host_needed_bytes(self) -> int:
-        """Of host memory: the history, and on the host all that the device holds."""
-        return self.history_bytes + (self.needed_bytes if self.is_host else 0)
+        """Of host memory: the history, weights that pass, and on the host all that the device holds."""
+        return self.history_bytes + self.setup.split.pass_bytes + (self.needed_bytes if self.is_host else 0)
 
 
 def make_plan(model: OpenModel, settings: EngineSettings, device: Device, *, measure: bool = False) -> Plan:
@@ -93,14 +94,20 @@ def _setup(
     """``BudgetError`` for an arena that could not run this context."""
     drafting = Drafting.of(settings.speculative.types)
     drafting.check(model.spec)
-    held = held_on_host(free_bytes) if device.is_host else held_on_cuda
-    weights = held_weights(model.file, model.spec, held, nextn=drafting.nextn, table=device.is_host)
+    split = plan_split(
+        model.file, model.spec, settings.context, kv, device, drafting=drafting,
+        gpu_layers=gpu_layers(settings.device, device, model.spec),
+    )
+    held = held_on_host(free_bytes, split.passing) if device.is_host else held_on_cuda
+    weights = held_weights(
+        model.file, model.spec, held, nextn=drafting.nextn, table=device.is_host, passing=split.passing
+    )
     loaded = weights.size_bytes + drafting.table_bytes(model.spec)
     budget = plan_budget(
         model.spec, settings.context, kv, free_bytes=max(0, free_bytes - loaded),
-        device=BudgetDevice.of(device), drafting=drafting,
+        device=BudgetDevice.of(device), drafting=drafting, ring_bytes=split.ring.size_bytes,
     )
-    return Setup.of(model.spec, budget, kv, weights, drafting)
+    return Setup.of(model.spec, budget, kv, weights, drafting, split)
 
 
 def _needed_bytes(setup: Setup) -> int:
@@ -110,7 +117,8 @@ def _needed_bytes(setup: Setup) -> int:
 def _check_fits(setup: Setup, device: Device, free_bytes: int, ram_bytes: int) -> None:
     """``BudgetError`` that says what does not fit, and by how much: what the device holds, or the history of a full
     context beside it (on the host) or in host memory."""
-    needed, history = _needed_bytes(setup), _history_bytes(setup)
+    needed, history = _needed_bytes(setup), _history_bytes(setup) + setup.split.pass_bytes
+    what = "the history of a full context" + (" and the weights that pass take" if setup.split.passing else " takes")
     parts = (f"weights of {mib_ceil(setup.weights.size_bytes)} MiB, recurrent state of "
              f"{mib_ceil(setup.state_bytes)} MiB and an arena of {mib_ceil(setup.budget.memory.arena_bytes)} MiB")
     lacks, smaller = [], "arena, --ctx-size or model"
@@ -120,7 +128,7 @@ def _check_fits(setup: Setup, device: Device, free_bytes: int, ram_bytes: int) -
     left = ram_bytes - needed if device.is_host else ram_bytes
     if history > left and not (lacks and device.is_host):
         where = f"in {device.name} beside {parts}" if device.is_host else "in host memory"
-        lacks.append(f"the history of a full context takes {mib_ceil(history)} MiB, {left // MIB} MiB are left "
+        lacks.append(f"{what} {mib_ceil(history)} MiB, {left // MIB} MiB are left "
                      f"{where}: {mib_ceil(history - left)} MiB too many")
         smaller = "arena, --ctx-size or KV type" if lacks[1:] or device.is_host else "--ctx-size or KV type"
     if lacks:

@@ -38,6 +38,7 @@ def sections(plan: Plan, facts: Mapping[str, Any]) -> dict[str, dict[str, str]]:
         "Memory": {
             "it fits": _fits(plan),
             "weights": _mib(memory["weights_bytes"]),
+            **_streamed_weights(plan, memory),
             "recurrent state": _mib(memory["state_bytes"]) if memory["state_bytes"] else "none",
             "arena": f"{_mib(memory['arena_bytes'])}{chosen}; least {memory['least_arena_mib']} MiB, "
                      f"{full_arena(facts['kv']['mode'])} from {memory['full_arena_mib']} MiB",
@@ -51,6 +52,16 @@ def sections(plan: Plan, facts: Mapping[str, Any]) -> dict[str, dict[str, str]]:
 def full_arena(mode: str) -> str:
     """What the arena has beyond which a larger one gives nothing: in window mode the user fixed what is resident."""
     return "the largest ring" if mode == ResidencyMode.WINDOW.value else "all pages resident"
+
+
+def _streamed_weights(plan: Plan, memory: Mapping[str, Any]) -> dict[str, str]:
+    layers = memory["streamed_layers"]
+    if not layers:
+        return {}
+    return {"weights that stream": (
+        f"{_mib(memory['streamed_weights_bytes'])} of {len(layers)} of {plan.model.spec.n_layer} layers, in host "
+        f"memory; all of it passes in every step, through {_mib(memory['weights_ring_bytes'])} of the arena"
+    )}
 
 
 def _fits(plan: Plan) -> str:

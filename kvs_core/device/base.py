@@ -13,7 +13,7 @@ Absent here: which page is where (paging), when to move it (streaming), what a l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
@@ -334,6 +334,28 @@ class Weight(Protocol):
     def n_out(self) -> int: ...
 
 
+Joined = tuple[Sequence[TensorInfo], Sequence[TensorInfo | None]]
+"""Tensors and biases of a matrix, as ``Device.load_matrix`` takes them."""
+
+
+class WeightPart(Protocol):
+    """The matrices of one part of a layer, which do not stay on the device: they pass through a place in the arena.
+
+    weights  to multiply with, once ``lie_in`` has told where they are and their bytes are there
+    home     uint8 [n] of pinned host memory: what is to be copied there, in the form in which the device multiplies it
+    """
+
+    @property
+    def weights(self) -> Sequence[Weight]: ...
+
+    @property
+    def home(self) -> np.ndarray: ...
+
+    def lie_in(self, place: Buffer) -> None:
+        """From now on ops find the matrices in ``place``, uint8 [n] of the arena. No copy."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class StepInputs:
     """What a step is about. Set with ``Device.begin_step`` before its first op.
@@ -583,6 +605,10 @@ class ModelDevice(Protocol):
         """Zeroed device memory beside the arena (recurrent state), for load time only."""
         ...
 
+    def allocate_pinned(self, size_bytes: int) -> np.ndarray:
+        """Host memory that the copy streams can move fast, uint8 [size_bytes]. ``DeviceError`` if there is none."""
+        ...
+
     def load_vector(self, info: TensorInfo, *, transposed: bool = False) -> Buffer:
         """A small tensor as float32, shape as in the file reversed; if ``transposed``, as in the file."""
         ...
@@ -598,6 +624,14 @@ class ModelDevice(Protocol):
         """
         ...
 
+    def load_part(self, matrices: Sequence[Joined], home: np.ndarray) -> WeightPart:
+        """Matrices that are to pass through the arena, put into ``home``: pinned, uint8, with room for them."""
+        ...
+
+    def part_bytes(self, infos: Iterable[TensorInfo]) -> int:
+        """Room that suffices for a part of these matrices, at home and in the arena: a multiple of 256."""
+        ...
+
     def load_table(self, info: TensorInfo) -> Weight:
         """A matrix of GGUF shape [n_in, n_out] for ``ops.embed``."""
         ...
@@ -606,8 +640,13 @@ class ModelDevice(Protocol):
         """A rotary embedding for ``AttentionParams``."""
         ...
 
-    def prepare_weights(self, infos: Sequence[TensorInfo], progress: Progress | None = None) -> None:
-        """Decide how the matrices of a model are held, and do the loading work. Once, before ``load_matrix``."""
+    def prepare_weights(
+        self, infos: Sequence[TensorInfo], progress: Progress | None = None, *, passing: Sequence[TensorInfo] = ()
+    ) -> None:
+        """Decide how the matrices of a model are held, and do the loading work. Once, before ``load_matrix``.
+
+        passing  those that will come with ``load_part``
+        """
         ...
 
     def download(self, buffer: Buffer) -> np.ndarray:
@@ -646,10 +685,6 @@ class Device(ModelDevice, Protocol):
 
     def arena_view(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any] | type) -> Buffer:
         """A window on the arena as an array. No copy; valid as long as the region's lease is held."""
-        ...
-
-    def allocate_pinned(self, size_bytes: int) -> np.ndarray:
-        """Host memory that the copy streams can move fast, uint8 [size_bytes]. ``DeviceError`` if there is none."""
         ...
 
     def enqueue_copy(self, dst: Buffer, src: Buffer, stream: Stream) -> None:

@@ -9,7 +9,8 @@ from kvs_core.device.base import Device, StepSizes
 from kvs_core.device.workspace import BufferSpec
 from kvs_core.engine.windows import Windows, plan_windows, sliding_pages
 from kvs_core.errors import BudgetError, CapabilityError, SettingsError
-from kvs_core.memory.phases import MemoryPlan, Phase, PhaseRequest, required_bytes
+from kvs_core.memory.arena import RegionRequest
+from kvs_core.memory.phases import WEIGHTS_RING, MemoryPlan, Phase, PhaseRequest, required_bytes
 from kvs_core.models.model import forward_buffers, logit_buffers, step_sizes
 from kvs_core.models.nextn import table_bytes
 from kvs_core.models.recurrent import MAX_ROWS, state_bytes
@@ -197,7 +198,7 @@ class Budget:
 def plan_budget(
     spec: ModelSpec, context: ContextSettings, kv: KvSettings, *,
     free_bytes: int, arena_bytes: int | None = None, pool_bytes: int | None = None,
-    device: BudgetDevice = BudgetDevice(), drafting: Drafting = NO_DRAFTING,
+    device: BudgetDevice = BudgetDevice(), drafting: Drafting = NO_DRAFTING, ring_bytes: int = 0,
 ) -> Budget:
     """The budget of a model, from its sizes alone. ``BudgetError`` or ``CapabilityError`` if it cannot be.
 
@@ -205,6 +206,7 @@ def plan_budget(
     drafting                 what steps will be drafted with
     device                   what its kernels ask for; by default nothing
     arena_bytes, pool_bytes  exact sizes instead of ``kv.arena_mib`` and ``kv.pool_mib``; arenas in multiples of 256
+    ring_bytes               of the arena, through which weights pass: a multiple of 256
     """
     plan = context.plan(spec.n_ctx_train, spec.n_ctx_most)
     _check_plain(spec, plan.context_tokens)
@@ -224,6 +226,7 @@ def plan_budget(
         pool_bytes=pool_bytes if kv.pool_mib is None else kv.pool_mib * MIB,
         room=_room(kv, free_bytes - state_bytes(spec), device.is_host),
         advice=_RESIDENT_ADVICE if mode is ResidencyMode.RESIDENT else "",
+        ring_bytes=ring_bytes,
     )
     pool_slots = min(memory.slots(phase) for phase in Phase)
     if windows is None:
@@ -271,7 +274,12 @@ def _check_ring(kv: KvSettings, need: PoolNeed, pool_slots: int) -> None:
 
 def arena_for(memory: MemoryPlan, slots: int) -> int:
     """The least arena, in bytes, whose pool has that many slots in both phases."""
-    return max(required_bytes(memory.request(phase), slot_bytes=memory.slot_bytes, slots=slots) for phase in Phase)
+    return max(
+        required_bytes(
+            memory.request(phase), slot_bytes=memory.slot_bytes, slots=slots, persistent=memory.persistent
+        )
+        for phase in Phase
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,29 +313,39 @@ def _room(kv: KvSettings, free_bytes: int, is_host: bool) -> ArenaRoom | None:
 
 def plan_memory(
     geometry: PageGeometry, need: PoolNeed, buffers: Mapping[Phase, PhaseBuffers], *,
-    arena_bytes: int | None, pool_bytes: int | None, room: ArenaRoom | None, advice: str = "",
+    arena_bytes: int | None, pool_bytes: int | None, room: ArenaRoom | None, advice: str = "", ring_bytes: int = 0,
 ) -> MemoryPlan:
     """The arena or the pool as asked for; else an arena for the whole context, cut to a fair part of free memory.
 
-    room  that an arena which is chosen here may take; None: as much as it needs
+    room        that an arena which is chosen here may take; None: as much as it needs
+    ring_bytes  of the arena, through which weights pass
 
     ``BudgetError`` if that is too small.
     """
     prefill, decode = (
         PhaseRequest.of_bytes(phase, buffers[phase].size_bytes) for phase in (Phase.PREFILL, Phase.DECODE)
     )
+    persistent = (RegionRequest(WEIGHTS_RING, ring_bytes, persistent=True),) if ring_bytes else ()
     if pool_bytes is not None:
         return MemoryPlan.pool_only(
             pool_bytes=pool_bytes, slot_bytes=geometry.page_bytes, min_slots=need.least_slots,
-            prefill=prefill, decode=decode, advice=advice,
+            prefill=prefill, decode=decode, persistent=persistent, advice=advice,
         )
+    if ring_bytes:
+        lever = advice or "lower --ubatch-size"
+        advice = f"{lever}, or use --gpu-layers all: {mib_ceil(ring_bytes)} MiB of it are for weights that pass through"
     if arena_bytes is None:
         least, every = (
-            max(required_bytes(request, slot_bytes=geometry.page_bytes, slots=slots) for request in (prefill, decode))
+            max(
+                required_bytes(request, slot_bytes=geometry.page_bytes, slots=slots, persistent=persistent)
+                for request in (prefill, decode)
+            )
             for slots in (need.least_slots, need.all_slots)
         )
         if room is not None:
             room.check(least)
         fair = every if room is None else min(every, room.size_bytes)
         arena_bytes = mib_ceil(max(least, fair)) * MIB
-    return MemoryPlan(arena_bytes, geometry.page_bytes, need.least_slots, prefill, decode, advice=advice)
+    return MemoryPlan(
+        arena_bytes, geometry.page_bytes, need.least_slots, prefill, decode, persistent, advice=advice
+    )

@@ -14,20 +14,24 @@ from dataclasses import dataclass
 
 from kvs_core.device.base import Captured, Device, StepInputs
 from kvs_core.streaming.kv_step import KvStep
+from kvs_core.streaming.weight_stream import NONE_MOVED, Moved, WeightStream
 
 
 @dataclass(frozen=True, slots=True)
 class _Recording:
     signature: Hashable
     work: Captured
-    moved: Counter[int]   # bytes copied to the device by each launch, by layer
+    moved: Counter[int]   # bytes of pages copied to the device by each launch, by layer
+    weights: Moved        # and of weights
 
 
 class CapturedSteps:
     """The recordings of one engine, one per kind and width of step. ``recorded`` counts them."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, weights: WeightStream | None = None) -> None:
+        """``weights``: brings those that do not stay on the device."""
         self._device = device
+        self._weights = weights
         self._recordings: dict[tuple[str, int], _Recording] = {}
         self._last: Captured | None = None
         self.recorded = 0
@@ -43,20 +47,32 @@ class CapturedSteps:
         """
         signature = kv.signature(layers)
         kv.before_launch()
+        if self._weights is not None:
+            self._weights.settle_fences()
         if key not in self._recordings or self._recordings[key].signature != signature:
             self._recordings.pop(key, None)   # its memory goes before the new one's comes
             self._last = None
-            before = kv.moved
-            try:
-                work = self._device.capture(inputs, record)
-            finally:
-                moved = kv.after_capture(before)
-            self._recordings[key] = _Recording(signature, work, moved)
-            self.recorded += 1
+            self._recordings[key] = self._record(signature, inputs, kv, record)
         recording = self._recordings[key]
         self._last = recording.work
         self._last.launch(inputs)
         kv.launched(recording.moved)
+        if self._weights is not None:
+            self._weights.launched(recording.weights)
+
+    def _record(
+        self, signature: Hashable, inputs: StepInputs, kv: KvStep, record: Callable[[], None]
+    ) -> _Recording:
+        before = kv.moved
+        weights = NONE_MOVED if self._weights is None else self._weights.moved
+        try:
+            work = self._device.capture(inputs, record)
+        finally:
+            moved = kv.after_capture(before)
+            if self._weights is not None:
+                weights = self._weights.after_capture(weights)
+        self.recorded += 1
+        return _Recording(signature, work, moved, weights)
 
     def elapsed_s(self) -> float | None:
         """Seconds that the last launch took on the device, if it is done."""

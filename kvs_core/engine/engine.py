@@ -27,24 +27,29 @@ from kvs_core.device.base import Device
 from kvs_core.engine.budget import NO_DRAFTING, BudgetDevice, Drafting, plan_budget
 from kvs_core.engine.captured import CapturedSteps
 from kvs_core.engine.checkpoints import Checkpoint, ParkedSequence
+from kvs_core.engine.split import plan_split
 from kvs_core.engine.step import Kept, Step, StepParts
 from kvs_core.engine.tiles import TileRoom
 from kvs_core.errors import CapabilityError
 from kvs_core.formats.gguf import GgufFile
 from kvs_core.memory.arena import Arena
-from kvs_core.memory.phases import Phase
+from kvs_core.memory.phases import WEIGHTS_RING, Phase
 from kvs_core.models.recurrent import MAX_ROWS, RecurrentState, StateSnapshot
 from kvs_core.models.registry import load_model, read_spec
 from kvs_core.models.spec import ModelSpec
 from kvs_core.settings.rooms import ContextSettings, KvSettings, RopeSettings
 from kvs_core.streaming.handover import Handover
 from kvs_core.streaming.kv_stream import KvStats, KvStream, LayerPlaces
+from kvs_core.streaming.weight_stream import WeightStream
 from kvs_core.units import Progress
 
 
 @dataclass(frozen=True, slots=True)
 class KvReport:
-    """Counters of the KV machinery since the engine was built. Bytes and milliseconds; None: not measured here."""
+    """Counters of the KV machinery since the engine was built. Bytes and milliseconds; None: not measured here.
+
+    h2d_bytes, h2d_calls  all copies to the device: weights that pass through the arena are among them
+    """
 
     mode: str
     arena_bytes: int
@@ -56,6 +61,25 @@ class KvReport:
     h2d_calls: int
     d2h_bytes: int
     stall_ms: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsReport:
+    """Where the weights of the trunk's layers are.
+
+    passing            layers whose matrices pass through the arena
+    resident_bytes     of the device: all weights that stay there
+    home_bytes         of host memory: those that pass, and so what a pass over the layers moves
+    ring_bytes         of the arena
+    h2d_bytes          moved since the engine was built
+    """
+
+    layers: int
+    passing: tuple[int, ...]
+    resident_bytes: int
+    home_bytes: int
+    ring_bytes: int
+    h2d_bytes: int
 
 
 class Engine:
@@ -74,6 +98,7 @@ class Engine:
         drafting: Drafting = NO_DRAFTING,
         arena_bytes: int | None = None,
         pool_bytes: int | None = None,
+        gpu_layers: int | None = None,
     ) -> None:
         """Load the model and reserve all memory. Raises ``KvsError`` of the kind that fits; nothing runs before.
 
@@ -81,6 +106,7 @@ class Engine:
         progress                 hears of the weights, in bytes
         kernel_progress          hears of kernels that are compiled
         arena_bytes, pool_bytes  exact sizes instead of ``kv.arena_mib`` and ``kv.pool_mib``; arenas in multiples of 256
+        gpu_layers               whose weights stay on the device, see ``engine.split``; None: as many as fit
         """
         self._device = device
         self._drafting = drafting
@@ -88,14 +114,19 @@ class Engine:
         drafting.check(spec)
         if context.shift:
             _check_can_forget(spec)
+        self.split = plan_split(
+            file, spec, context, kv, device, gpu_layers=gpu_layers, arena_bytes=arena_bytes, pool_bytes=pool_bytes,
+            drafting=drafting,
+        )
         plan = partial(
             plan_budget, spec, context, kv, arena_bytes=arena_bytes, pool_bytes=pool_bytes,
-            device=BudgetDevice.of(device), drafting=drafting,
+            device=BudgetDevice.of(device), drafting=drafting, ring_bytes=self.split.ring.size_bytes,
         )
         first = plan(free_bytes=device.free_bytes())
         device.capabilities.check(first.geometry)   # before the weights
         load = partial(
-            load_model, file, context_tokens=first.context.context_tokens, rope=rope, nextn=drafting.nextn
+            load_model, file, context_tokens=first.context.context_tokens, rope=rope, nextn=drafting.nextn,
+            passing=self.split.passing,
         )
         outline = device.outline()
         if outline is not None:
@@ -115,12 +146,20 @@ class Engine:
         layers = drafting.kv_layers(spec)
         device.reserve_steps(len(layers), pages, self.context.ubatch_tokens)
         config = replace(budget.residency, link_bytes_per_s=device.link_bytes_per_s())
-        self._kv = KvStream(device, self.geometry, config, self.context.context_tokens)
+        self._kv = KvStream(
+            device, self.geometry, config, self.context.context_tokens,
+            other_bytes=sum(part.home.nbytes for part in self._model.parts),
+        )
         self._state = RecurrentState(spec, device)
-        self._captured = CapturedSteps(device)
         self._kept = Kept()
         self._tiles = TileRoom(device, spec, self._kv, self.context, nextn=drafting.nextn)
-        self._handover = Handover(device, Arena(self.memory.arena_bytes), self.memory, self._kv, budget.buffers)
+        arena = Arena(self.memory.arena_bytes)
+        self._handover = Handover(device, arena, self.memory, self._kv, budget.buffers)
+        self._weights: WeightStream | None = None
+        if self._model.parts:
+            self._weights = WeightStream(device, self._model.parts, arena.lease(WEIGHTS_RING))
+            self._model.pass_weights_through(self._weights)
+        self._captured = CapturedSteps(device, self._weights)
 
     def warm_up(self) -> None:
         """On a device that captures steps: record one, run it twice and drop its row, so that the first token finds
@@ -327,6 +366,18 @@ class Engine:
             h2d_calls=counters.copy_calls,
             d2h_bytes=counters.publish_bytes,
             stall_ms=None if counters.stall_ns is None else counters.stall_ns / 1e6,
+        )
+
+    def weights_report(self) -> WeightsReport:
+        """The same for weights."""
+        stream = self._weights
+        return WeightsReport(
+            layers=self.spec.n_layer,
+            passing=self.split.passing,
+            resident_bytes=self._device.memory_report()["weights"],
+            home_bytes=0 if stream is None else stream.pass_bytes,
+            ring_bytes=self.split.ring.size_bytes,
+            h2d_bytes=0 if stream is None else stream.moved.size_bytes,
         )
 
     def places(self) -> list[LayerPlaces]:

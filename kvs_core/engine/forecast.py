@@ -21,6 +21,7 @@ from kvs_core.models.spec import ModelSpec
 from kvs_core.paging.geometry import GROUP_PAGES
 from kvs_core.paging.residency import Observation, ResidencyState, residency_step
 from kvs_core.paging.schedule import plan_schedule
+from kvs_core.paging.weight_ring import ALL_STAY, WeightSplit
 from kvs_core.settings.drafters import SpeculativeSettings
 from kvs_core.settings.rooms import KvSettings
 from kvs_core.speculative.synthetic import rates_of_length
@@ -96,10 +97,11 @@ IN_FILE = "in the file"
 class Weights:
     """Bytes of matrices that a step reads, by the form in which they are held on the device.
 
-    table_bytes  of device memory, of the token table: a step reads a row of it per token
-    experts      of a mixture of experts, all that the trunk has, which are in none of the others; nextn_experts: the
-                 MTP block's
-    share        of its experts, what a row reads
+    table_bytes    of device memory, of the token table: a step reads a row of it per token
+    experts        of a mixture of experts, all that the trunk has, which are in none of the others; nextn_experts: the
+                   MTP block's
+    share          of its experts, what a row reads
+    passing_bytes  of the trunk's, what takes no memory of its own: it passes through the arena
     """
 
     trunk: Mapping[str, int]
@@ -109,11 +111,13 @@ class Weights:
     experts: Mapping[str, int] = field(default_factory=dict)
     nextn_experts: Mapping[str, int] = field(default_factory=dict)
     share: float = 0.0
+    passing_bytes: int = 0
 
     @property
     def size_bytes(self) -> int:
         """Device memory of all of them."""
-        return self.table_bytes + sum(size for part in self._parts for name, size in part.items() if name != IN_FILE)
+        held = sum(size for part in self._parts for name, size in part.items() if name != IN_FILE)
+        return self.table_bytes + held - self.passing_bytes
 
     @property
     def forms(self) -> list[str]:
@@ -161,6 +165,7 @@ class Setup:
     """One model, one cache, one arena.
 
     state_bytes  of the device, beside weights and arena: recurrent state, and what the MTP block keeps
+    split        which of the weights pass through the arena
     layers       of the trunk, of every kind
     favoured     of the layers with K and V, the last ones, that are the MTP block's
     windows      keys that a row sees of each layer with K and V, 0: all
@@ -175,15 +180,23 @@ class Setup:
     windows: tuple[int, ...]
     favoured: int = 0
     head_pages: int = 0
+    split: WeightSplit = ALL_STAY
 
     @staticmethod
-    def of(spec: ModelSpec, budget: Budget, kv: KvSettings, weights: Weights, drafting: Drafting) -> Setup:
+    def of(
+        spec: ModelSpec, budget: Budget, kv: KvSettings, weights: Weights, drafting: Drafting,
+        split: WeightSplit = ALL_STAY,
+    ) -> Setup:
         """As the engine will have it."""
         windows = tuple(layer.window for layer in drafting.kv_layers(spec))
         layers = len(windows)
         favoured = layers - len(spec.kv_layers)
         state = state_bytes(spec) + drafting.table_bytes(spec)
-        return Setup(budget, kv, weights, state, spec.n_layer, layers, windows, favoured, drafting.head_pages)
+        return Setup(budget, kv, weights, state, spec.n_layer, layers, windows, favoured, drafting.head_pages, split)
+
+    def pass_s(self, rates: Rates) -> float:
+        """Seconds in which the link brings the weights that pass, once."""
+        return self.split.pass_bytes / rates.link_bytes_per_s + len(self.split.ring.part_bytes) * rates.copy_s
 
     @property
     def trunk_kv_layers(self) -> int:
@@ -238,8 +251,10 @@ def place(setup: Setup, rates: Rates, tokens: int, rows: int) -> Placement:
     budget, geometry = setup.budget, setup.budget.geometry
     config = replace(budget.residency, link_bytes_per_s=rates.link_bytes_per_s)
     pages = geometry.pages_of(tokens + rows)
-    # The policy's own measure of the gap between two attention layers: a step that streams nothing, over its layers.
-    gap_s = _kernels_s(setup, rates, 0, 1, calls=0) / setup.kv_layers
+    # The policy's own measure of the gap between two attention layers: a step that streams no page, over its layers,
+    # without the time that the link takes for weights.
+    pass_s = setup.pass_s(rates)
+    gap_s = (side_by_side(_kernels_s(setup, rates, 0, 1, calls=0), pass_s) - pass_s) / setup.kv_layers
     cuts: tuple[int, ...] = (0,) * setup.kv_layers
     # A prompt of so many tokens is read first: not all that a smaller pool gave up then comes back.
     for phase, first, last in (
@@ -272,7 +287,7 @@ def forecast(setup: Setup, rates: Rates, tokens: int, rounds: Rounds) -> Point:
     """A round behind ``tokens`` tokens, which leaves room for it in the context."""
     placement = place(setup, rates, tokens, rounds.rows)
     kernels_s = _kernels_s(setup, rates, tokens, rounds.rows, placement.calls)
-    link_s = placement.streamed_bytes / rates.link_bytes_per_s + placement.runs * rates.copy_s
+    link_s = placement.streamed_bytes / rates.link_bytes_per_s + placement.runs * rates.copy_s + setup.pass_s(rates)
     step_s = side_by_side(kernels_s, link_s)
     drafts_s = rounds.drafts * _draft_s(setup, rates, tokens, placement, rounds.kind) if rounds.drafts else 0.0
     round_s = drafts_s + step_s + rates.round_s + placement.runs * rates.plan_s
@@ -315,7 +330,7 @@ def _draft_s(setup: Setup, rates: Rates, tokens: int, placement: Placement, kind
     else:
         parts, experts, layers = (weights.trunk, weights.head), weights.experts, setup.layers
         cuts = cuts[: setup.trunk_kv_layers]
-        streamed_s = 0.0
+        streamed_s = setup.pass_s(rates)
         away = [geometry.page_tokens * (cut - min(setup.head_pages, cut)) for cut in cuts]
         seen = [min(tokens - each, window or tokens) for each, window in zip(away, setup.windows, strict=False)]
         attention_s = sum(rates.attend_s(geometry.token_bytes * max(0, each), 1) for each in seen)

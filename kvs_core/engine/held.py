@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from gguf.constants import GGMLQuantizationType as Quant
 
-from kvs_core.device.cuda.weights import BLOCK, RECORD_TYPES, TILE_ROWS, held_type, record_bytes
+from kvs_core.device.cuda.weights import held_bytes, held_type
 from kvs_core.device.host.weights import HELD_SHARE
 from kvs_core.engine.forecast import IN_FILE, Weights
 from kvs_core.formats.gguf import GgufFile, TensorInfo, split_experts
-from kvs_core.formats.quants import row_bytes
 from kvs_core.models.spec import ModelSpec
-from kvs_core.units import ceil_div
+from kvs_core.models.weights import layer_of
 
 FLOATS = "float32"
 """Name of what the host holds as float32."""
@@ -22,14 +21,17 @@ Held = Callable[[TensorInfo], tuple[str, int]]
 """The name of the form in which a matrix is held, and its bytes."""
 
 
-def held_weights(file: GgufFile, spec: ModelSpec, held: Held, *, nextn: bool, table: bool = False) -> Weights:
+def held_weights(
+    file: GgufFile, spec: ModelSpec, held: Held, *, nextn: bool, table: bool = False, passing: Collection[int] = ()
+) -> Weights:
     """What a step reads. Matrices are the tensors of two dimensions, but for the taps of convolutions, and experts'
     parts of those of three, which are held last.
 
-    nextn  with the MTP block
-    table  the token table is held in device memory even if it is not the head
+    nextn    with the MTP block
+    table    the token table is held in device memory even if it is not the head
+    passing  layers whose matrices pass through the arena
     """
-    table_bytes = 0
+    table_bytes = passing_bytes = 0
     trunk: Counter[str] = Counter()
     head: Counter[str] = Counter()
     block: Counter[str] = Counter()
@@ -41,36 +43,39 @@ def held_weights(file: GgufFile, spec: ModelSpec, held: Held, *, nextn: bool, ta
         if info.name in ("output.weight", "token_embd.weight"):
             part = head
         else:
-            part = block if _layer(info.name) >= spec.n_layer else trunk
+            part = block if layer_of(info.name) >= spec.n_layer else trunk
         name, size = held(info)
         part[name] += size
+        if layer_of(info.name) in passing and name != IN_FILE:
+            passing_bytes += size
     experts: Counter[str] = Counter()
     block_experts: Counter[str] = Counter()
     for info in _tensors(file, spec, nextn, dimensions=3):
-        part = block_experts if _layer(info.name) >= spec.n_layer else experts
+        part = block_experts if layer_of(info.name) >= spec.n_layer else experts
         for matrix in split_experts(info):
             name, size = held(matrix)
             part[name] += size
     share = 0.0 if spec.experts is None else spec.experts.used / spec.experts.count
-    return Weights(dict(trunk), dict(head), dict(block), table_bytes, dict(experts), dict(block_experts), share)
+    return Weights(
+        dict(trunk), dict(head), dict(block), table_bytes, dict(experts), dict(block_experts), share, passing_bytes
+    )
 
 
 def held_on_cuda(info: TensorInfo) -> tuple[str, int]:
     """As ``device/cuda/weights.py`` holds it: whole tiles of records, or rows."""
-    n_in, n_out = info.shape
-    quant = held_type(info.quant)
-    if quant in RECORD_TYPES:
-        return quant.name, ceil_div(n_out, TILE_ROWS) * ceil_div(n_in, BLOCK) * record_bytes(quant)
-    return quant.name, n_out * row_bytes(quant, n_in)
+    return held_type(info.quant).name, held_bytes(info)
 
 
-def held_on_host(free_bytes: int) -> Held:
-    """As ``device/host/weights.py`` holds them: float32 as long as there is room, one after the other."""
+def held_on_host(free_bytes: int, passing: Collection[int] = ()) -> Held:
+    """As ``device/host/weights.py`` holds them: float32 as long as there is room, one after the other. Those of layers
+    that are ``passing`` are dequantised at every use, as if they were in the file."""
     left = int(HELD_SHARE * free_bytes)
 
     def held(info: TensorInfo) -> tuple[str, int]:
         nonlocal left
         size = 4 * info.n_elements
+        if layer_of(info.name) in passing:
+            return IN_FILE, size
         if info.quant is Quant.F32 or size <= left:
             left -= 0 if info.quant is Quant.F32 else size
             return FLOATS, size
@@ -83,11 +88,6 @@ def _tensors(file: GgufFile, spec: ModelSpec, nextn: bool, *, dimensions: int) -
     for info in file.tensors.values():
         if len(info.shape) != dimensions or info.name.endswith(("conv1d.weight", "embed_tokens.weight")):
             continue
-        if _layer(info.name) < spec.n_layer or nextn:
+        if layer_of(info.name) < spec.n_layer or nextn:
             yield info
 
-
-def _layer(name: str) -> int:
-    """Of ``blk.N.``; -1 for what is outside the layers."""
-    parts = name.split(".")
-    return int(parts[1]) if parts[0] == "blk" else -1

@@ -40,7 +40,7 @@ def check_memory(engine: Engine, context: ContextSettings, kv: KvSettings, *, po
     settings. ``pool_bytes``: as in ``Engine``."""
     plan_budget(
         engine.spec, context, kv, free_bytes=free_bytes(engine), pool_bytes=pool_bytes,
-        device=BudgetDevice.of(engine._device),
+        device=BudgetDevice.of(engine._device), ring_bytes=engine.split.ring.size_bytes,
     )
 
 
@@ -109,6 +109,8 @@ def without_copies(engine: Engine) -> Iterator[None]:
             enqueue(dst, src, stream)
 
     engine._kv.streamer.settle_fences()
+    if engine._weights is not None:
+        engine._weights.settle_fences()
     device.compute.synchronize()
     device.copy, device.enqueue_copy = stand_in, only_others
     engine._captured.forget()

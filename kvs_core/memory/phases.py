@@ -1,7 +1,7 @@
 """Prefill and decode: what each reserves of the arena, the least arena that does, and the order of a hand-over.
 
-    prefill | persistent | kv_pool ............ | activations of n_ubatch rows, attention |
-    decode  | persistent | kv_pool ...................................... | a few rows    |
+    prefill | weights ring | kv_pool ............ | activations of n_ubatch rows, attention |
+    decode  | weights ring | kv_pool ...................................... | a few rows    |
 
 The pool has one offset in both layouts. The phase with the smaller workspace has the longer pool: going there, leases
 on the pool may stay; coming back, the slots of its end are emptied and the leases released first.
@@ -20,6 +20,9 @@ from kvs_core.memory.lease import ArenaError
 from kvs_core.units import MIB, align_up, mib_ceil
 
 KV_POOL = "kv_pool"
+
+WEIGHTS_RING = "weights_ring"
+"""The persistent region through which weights pass that do not stay on the device, where there are such."""
 
 
 class Phase(Enum):

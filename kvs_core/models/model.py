@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
-from kvs_core.device.base import AttentionParams, Buffer, ExpertSizes, GdnShape, ModelDevice, StepSizes, Turn, Weight
+from kvs_core.device.base import (
+    AttentionParams,
+    Buffer,
+    ExpertSizes,
+    GdnShape,
+    ModelDevice,
+    StepSizes,
+    Turn,
+    Weight,
+    WeightPart,
+)
 from kvs_core.device.workspace import BufferSpec, Workspace
 from kvs_core.memory.phases import Phase
 from kvs_core.models.blocks import (
@@ -67,17 +79,40 @@ def step_sizes(spec: ModelSpec, rows: int) -> StepSizes:
     )
 
 
+_MIXER, _FEED_FORWARD = 0, 1   # of ``Layer.parts``
+
+
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer of the trunk."""
+    """One layer of the trunk.
+
+    parts  the matrices of both parts, where they pass through the arena; none where they stay on the device
+    """
 
     mixer: Attention | DeltaNet
     feed_forward: FeedForward | Experts
+    parts: tuple[WeightPart, ...] = ()
 
     def add_to(self, step: Step) -> None:
         """Both parts."""
         self.mixer.add_to(step)
         self.feed_forward.add_to(step)
+
+
+class WeightFlow(Protocol):
+    """Brings parts of layers to the device: in each pass over the layers every one of them, in order."""
+
+    def begin(self) -> None:
+        """A pass begins; one that broke off is forgotten."""
+        ...
+
+    def acquire(self, part: WeightPart) -> None:
+        """What is enqueued from here on finds the part in its place."""
+        ...
+
+    def release(self, part: WeightPart) -> None:
+        """What was enqueued was the last of this pass to need it."""
+        ...
 
 
 class Model:
@@ -101,6 +136,16 @@ class Model:
         self._output_norm = output_norm
         self._head = head
         self.nextn = nextn
+        self._flow: WeightFlow | None = None
+
+    @property
+    def parts(self) -> list[WeightPart]:
+        """Those that pass through the arena, in the order of a pass."""
+        return [part for layer in self._layers for part in layer.parts]
+
+    def pass_weights_through(self, flow: WeightFlow) -> None:
+        """``flow`` brings ``parts``. Before the first step."""
+        self._flow = flow
 
     @property
     def attention(self) -> list[AttentionParams]:
@@ -127,8 +172,12 @@ class Model:
         if nextn is not None:
             nextn.begin(step)
         self._embed(step)
+        self._begin_pass()
         for layer in self._layers:
-            layer.add_to(step)
+            with self._passing(layer, _MIXER):
+                layer.mixer.add_to(step)
+            with self._passing(layer, _FEED_FORWARD):
+                layer.feed_forward.add_to(step)
         if nextn is not None:
             nextn.follow(step, self._output_norm)
 
@@ -149,11 +198,20 @@ class Model:
         if self.nextn is not None:
             turn(0)
             self.nextn.begin_tiles(tiles[0])
-        each(self._embed)
-        for layer in self._layers:
+        def mix(layer: Layer) -> None:
             if isinstance(layer.mixer, Attention):
                 layer.mixer.add_to_tiles(tiles, turn)
-                each(layer.feed_forward.add_to)
+            else:
+                each(layer.mixer.add_to)
+
+        each(self._embed)
+        self._begin_pass()
+        for layer in self._layers:
+            if layer.parts or isinstance(layer.mixer, Attention):
+                with self._passing(layer, _MIXER):
+                    mix(layer)
+                with self._passing(layer, _FEED_FORWARD):
+                    each(layer.feed_forward.add_to)
             else:
                 each(layer.add_to)
         if self.nextn is not None:
@@ -180,6 +238,21 @@ class Model:
         if self.spec.logit_softcap:
             self._ops.softcap(out, self.spec.logit_softcap)
         return out
+
+    def _begin_pass(self) -> None:
+        if self._flow is not None:
+            self._flow.begin()
+
+    @contextmanager
+    def _passing(self, layer: Layer, part: int) -> Iterator[None]:
+        """What the block enqueues has the matrices of that part; after an error the next pass begins anew."""
+        if not layer.parts:
+            yield
+            return
+        assert self._flow is not None, "nobody brings the weights that pass through the arena"
+        self._flow.acquire(layer.parts[part])
+        yield
+        self._flow.release(layer.parts[part])
 
     def _embed(self, step: Step) -> None:
         self._ops.embed(self._embedding, step.x, factor=self.spec.embedding_factor)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -53,29 +53,31 @@ def read_spec(file: GgufFile, rope: RopeSettings = AS_IN_FILE) -> ModelSpec:
 
 def load_model(
     file: GgufFile, device: ModelDevice, *, context_tokens: int, rope: RopeSettings = AS_IN_FILE, nextn: bool = False,
-    progress: Progress | None = None,
+    passing: Collection[int] = (), progress: Progress | None = None,
 ) -> Model:
     """Check the file as ``read_spec`` does and put the model on ``device``.
 
     context_tokens  the context that it will run in
     rope            replaces the file's rotary settings
     nextn           with the MTP block, which the file must have; without, it stays in the file
+    passing         layers whose matrices pass through the arena: ``Model.pass_weights_through`` before the first step
     progress        hears of the loading work in bytes
     """
     spec = read_spec(file, rope)
     arch = _arch_of(file)
-    loader = Loader(file, device)
+    loader = Loader(file, device, passing)
     # As in llama.cpp: of tensors that divide angles, the one that holds for every context comes first.
     divisors = DIVISORS if DIVISORS in file.tensors else divisors_name(spec.rope, context_tokens)
     ropes = Ropes.of(
         spec.rope, spec.rope_sliding, rope, None if divisors is None else _read_divisors(file, divisors, device)
     )
     loader.prepare([*arch.trunk_tensors(spec), *(arch.nextn_tensors(spec) if nextn else ())], progress)
+    layers = arch.load_layers(spec, loader, ropes)
     return Model(
         spec,
         device,
         embedding=loader.table("token_embd.weight"),
-        layers=arch.load_layers(spec, loader, ropes),
+        layers=[replace(layer, parts=tuple(loader.parts.get(index, ()))) for index, layer in enumerate(layers)],
         output_norm=loader.vector("output_norm.weight"),
         head=loader.matrix(loader.head),
         nextn=arch.load_nextn(spec, loader, ropes) if nextn else None,

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-from kvs_core.device.base import Activation, AttentionParams, Buffer, ExpertWeights, ModelDevice, RopeTable, Weight
-from kvs_core.errors import ModelFileError
+from kvs_core.device.base import (
+    Activation,
+    AttentionParams,
+    Buffer,
+    ExpertWeights,
+    Joined,
+    ModelDevice,
+    RopeTable,
+    Weight,
+    WeightPart,
+)
+from kvs_core.errors import DeviceError, ModelFileError
 from kvs_core.formats.gguf import GgufFile, TensorInfo, split_experts
 from kvs_core.formats.quants import can_dequantize
 from kvs_core.models.blocks import Attention, Experts, FeedForward
 from kvs_core.models.spec import ExpertSpec, LayerSpec, ModelSpec, TensorSpec
-from kvs_core.units import Progress
+from kvs_core.units import MIB, Progress
 
 POST_NORMS = ("post_attention_norm", "post_ffw_norm")
 """Names of the norms behind attention and feed-forward, with ``ModelSpec.post_norms``."""
@@ -60,12 +70,24 @@ def is_matrix(spec: TensorSpec) -> bool:
     return len(spec.shape) == 2 and not spec.name.endswith("conv1d.weight")
 
 
-class Loader:
-    """Loads tensors of a checked file by name."""
+def layer_of(name: str) -> int:
+    """Number of the layer that a tensor belongs to; -1 for what is outside the layers."""
+    parts = name.split(".")
+    return int(parts[1]) if parts[0] == "blk" else -1
 
-    def __init__(self, file: GgufFile, device: ModelDevice) -> None:
+
+class Loader:
+    """Loads tensors of a checked file by name.
+
+    parts  those that pass through the arena, by layer, in order of use
+    """
+
+    def __init__(self, file: GgufFile, device: ModelDevice, passing: Collection[int] = ()) -> None:
+        """``passing``: layers whose matrices do not stay on the device."""
         self._file = file
         self._device = device
+        self._passing = frozenset(passing)
+        self.parts: dict[int, list[WeightPart]] = {}
 
     def prepare(self, table: Sequence[TensorSpec], progress: Progress | None) -> None:
         """Let the device do the loading work for all matrices of ``table`` at once.
@@ -73,11 +95,15 @@ class Loader:
         Experts come last: a device that has no room for all holds what every row is multiplied with.
         """
         there = [spec for spec in table if spec.name in self._file.tensors]
-        infos = [self._info(spec.name) for spec in there if is_matrix(spec)]
+        infos: list[TensorInfo] = []
+        passing: list[TensorInfo] = []
+        for spec in there:
+            if is_matrix(spec):
+                (passing if layer_of(spec.name) in self._passing else infos).append(self._info(spec.name))
         for spec in there:
             if len(spec.shape) == 3:
                 infos += split_experts(self._info(spec.name))
-        self._device.prepare_weights(infos, progress)
+        self._device.prepare_weights(infos, progress, passing=passing)
 
     def has(self, name: str) -> bool:
         """Whether the file holds the (optional) tensor."""
@@ -97,10 +123,25 @@ class Loader:
 
     def matrix(self, *stems: str) -> Weight:
         """The matrices ``stem.weight``, joined, with what there is of ``stem.bias``."""
-        return self._device.load_matrix(
-            [self._info(f"{stem}.weight") for stem in stems],
-            [self._info(f"{stem}.bias") if self.has(f"{stem}.bias") else None for stem in stems],
-        )
+        return self._device.load_matrix(*self._joined(stems))
+
+    def part(self, layer: int, *matrices: Sequence[str]) -> Sequence[Weight]:
+        """The matrices of one part of a layer, each as in ``matrix``: mixers come before feed-forwards."""
+        if layer not in self._passing:
+            return [self.matrix(*stems) for stems in matrices]
+        joined = [self._joined(stems) for stems in matrices]
+        size = self._device.part_bytes(info for infos, _ in joined for info in infos)
+        try:
+            home = self._device.allocate_pinned(size)
+        except (DeviceError, MemoryError) as error:
+            held = sum(part.home.nbytes for parts in self.parts.values() for part in parts)
+            raise DeviceError(
+                f"no pinned host memory for {size / MIB:.1f} MiB more of weights that do not stay on the device "
+                f"({held / MIB:.0f} MiB held); raise --gpu-layers, or end other programs"
+            ) from error
+        part = self._device.load_part(joined, home)
+        self.parts.setdefault(layer, []).append(part)
+        return part.weights
 
     @property
     def head(self) -> str:
@@ -118,11 +159,14 @@ class Loader:
     def attention(self, spec: ModelSpec, layer: LayerSpec, rope: Any) -> Attention:
         """The attention part of a layer, with the norms of q and k per head, and behind it, where the arch has them."""
         block = f"blk.{layer.index}"
+        qkv, out = self.part(
+            layer.index, [f"{block}.attn_q", f"{block}.attn_k", f"{block}.attn_v"], [f"{block}.attn_output"]
+        )
         return Attention(
             layer=layer,
             norm=self.vector(f"{block}.attn_norm.weight"),
-            qkv=self.matrix(f"{block}.attn_q", f"{block}.attn_k", f"{block}.attn_v"),
-            out=self.matrix(f"{block}.attn_output"),
+            qkv=qkv,
+            out=out,
             params=AttentionParams(
                 heads=layer.heads,
                 kv_heads=layer.kv_heads,
@@ -146,10 +190,11 @@ class Loader:
             return Experts(
                 self.vector(f"{block}.{norm}.weight"), self._experts(spec.experts, block, spec.activation)
             )
+        gate_up, down = self.part(layer.index, [f"{block}.ffn_gate", f"{block}.ffn_up"], [f"{block}.ffn_down"])
         return FeedForward(
             norm=self.vector(f"{block}.{norm}.weight"),
-            gate_up=self.matrix(f"{block}.ffn_gate", f"{block}.ffn_up"),
-            down=self.matrix(f"{block}.ffn_down"),
+            gate_up=gate_up,
+            down=down,
             activation=spec.activation,
             post_norm=self.vector(f"{block}.{POST_NORMS[1]}.weight") if spec.post_norms else None,
         )
@@ -170,6 +215,12 @@ class Loader:
 
     def _vector_if(self, name: str) -> Buffer | None:
         return self.vector(name) if self.has(name) else None
+
+    def _joined(self, stems: Sequence[str]) -> Joined:
+        return (
+            [self._info(f"{stem}.weight") for stem in stems],
+            [self._info(f"{stem}.bias") if self.has(f"{stem}.bias") else None for stem in stems],
+        )
 
     def _info(self, name: str) -> TensorInfo:
         return self._file.tensors[name]

@@ -41,8 +41,9 @@ SETTINGS = (
         "List devices with their memory and exit.",
         default=False),
     _device("gpu_layers", ("-ngl", "--gpu-layers", "--n-gpu-layers"), integer(-1, 1 << 16, words=("auto", "all")),
-        "Layers on the device: all of them (auto, all, or at least as many as the model has), or 0 for the CPU. Models "
-        "are not split.",
+        "Layers whose weights stay on the GPU, the output layer counted as one; those of the others, spread evenly, "
+        "pass through the arena in every step, and the text is the same. auto: as many as fit, see --fit. 0 without "
+        "--device: the CPU. Mixtures of experts are not split.",
         default="auto", unit="layers", env="LLAMA_ARG_N_GPU_LAYERS"),
     _device("threads", ("-t", "--threads"), integer(-_MAX_THREADS, _MAX_THREADS),
         "Threads that share the CPU device's large products; 0 or less: one per core. The results are the same, bit "
@@ -52,11 +53,13 @@ SETTINGS = (
         "Index of the GPU to use, if --device names none.",
         default=0, env="LLAMA_ARG_MAIN_GPU"),
     _device("fit", ("-fit", "--fit"), ON_OFF,
-        "Hold an arena that was left unset to a part of free memory; off: it has room for the whole context, or is "
-        "refused. What is given is taken literally either way.",
+        "Hold an arena that was left unset to a part of free memory, and keep as many layers on the GPU as fit; off: "
+        "the arena has room for the whole context and all layers stay, or that is refused. What is given is taken "
+        "literally either way.",
         default=True, env="LLAMA_ARG_FIT"),
     _device("fit_target", ("-fitt", "--fit-target"), pattern("MIB,...", "[0-9]{1,9}(,[0-9]{1,9}){0,63}", "1024"),
-        "Device memory that --kv-stream-arena-mib auto leaves free; of a list the first number counts.",
+        "Device memory that --kv-stream-arena-mib auto and --gpu-layers auto leave free; of a list the first number "
+        "counts.",
         default="1024", unit="MiB", env="LLAMA_ARG_FIT_TARGET"),
     _device("fit_ctx", ("-fitc", "--fit-ctx"), integer(1, 1 << 31),
         "Least context that --fit may choose.",

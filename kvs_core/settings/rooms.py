@@ -256,11 +256,15 @@ class RopeSettings:
 AS_IN_FILE = RopeSettings()
 
 
+ALL_LAYERS = 1 << 16
+"""More than any model has."""
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceSettings:
     """Where the model runs. name: auto, cpu, cuda or cuda:N. main_gpu: the GPU of a name without an index.
     threads: that share the CPU device's products, None: as many as there are cores.
-    gpu_layers: layers asked to be on the device; None: all of them."""
+    gpu_layers: whose weights are asked to stay on the device; None: as many as fit."""
 
     name: str = "auto"
     main_gpu: int = 0
@@ -278,16 +282,12 @@ class DeviceSettings:
         _, _, index = self.name.partition(":")
         return int(index) if index else self.main_gpu
 
-    def check_gpu_layers(self, n_layer: int) -> None:
-        """All layers run on one device: refuse a count that splits a model of ``n_layer`` layers.
-
-        0 asks for the CPU, so it is fine without a GPU's name; so is any count of at least ``n_layer``.
-        """
-        if self.gpu_layers == 0 and not self.wants_cpu:
-            raise SettingsError(f"--gpu-layers 0 keeps every layer off --device {self.name}; leave one of them out")
-        if self.gpu_layers is not None and 0 < self.gpu_layers < n_layer:
-            raise SettingsError(f"--gpu-layers {self.gpu_layers}: the model has {n_layer} layers and they run on one "
-                                "device together; use --gpu-layers all")
+    def layers_on(self, *, is_host: bool) -> int | None:
+        """``gpu_layers`` on the device that was opened. All weights are in the CPU's memory: none of them has to pass
+        through the arena there, unless ``--device cpu`` plays the GPU."""
+        if is_host and (self.gpu_layers == 0 or self.name != "cpu"):
+            return None
+        return self.gpu_layers
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from kvs_core.settings.drafters import (
 from kvs_core.settings.escapes import expand_escapes
 from kvs_core.settings.kinds import as_path
 from kvs_core.settings.rooms import (
+    ALL_LAYERS,
     SYNTHETIC_PREFIX,
     VERBOSITY_ALL,
     ChatSettings,
@@ -158,7 +159,7 @@ def engine_settings(values: Values) -> EngineSettings:
             name=values["device"],
             main_gpu=values["main_gpu"],
             threads=values["threads"] if values["threads"] > 0 else None,
-            gpu_layers=values["gpu_layers"] if values["gpu_layers"] not in ("auto", "all", -1) else None,
+            gpu_layers={"auto": None, -1: None, "all": ALL_LAYERS}.get(values["gpu_layers"], values["gpu_layers"]),
         ),
         speculative=_speculative(values),
     )

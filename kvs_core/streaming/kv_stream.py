@@ -82,8 +82,10 @@ class KvStream:
     """The KV of one cache: its pages in the pool of the arena, its history, and the copies between them."""
 
     def __init__(
-        self, device: Device, geometry: PageGeometry, config: ResidencyConfig, capacity_tokens: int
+        self, device: Device, geometry: PageGeometry, config: ResidencyConfig, capacity_tokens: int, *,
+        other_bytes: int = 0,
     ) -> None:
+        """``other_bytes``: what each step moves to the device beside pages."""
         self.geometry = geometry
         self.layers = config.layers
         self.cache = LogicalCache(capacity_tokens)
@@ -105,7 +107,8 @@ class KvStream:
         self._scheduled: tuple[tuple[int, ...], int] | None = None
         self._phase = Phase.PREFILL                          # of the last step: a gap of prefill says nothing of decode
         self._gaps = {phase: _Gap() for phase in Phase}
-        self._pace = Pace(config.link_bytes_per_s)           # of captured steps
+        self._pace = Pace(config.link_bytes_per_s, other_bytes)   # of captured steps
+        self._other_s = other_bytes / config.link_bytes_per_s if other_bytes else 0.0
         self._in_vain = False                                # it says that the ring grew in vain; the policy will hear
 
     # Layout: called at start and by a hand-over, between steps.
@@ -346,7 +349,9 @@ class KvStream:
             return
         moved = self.streamer.schedule.streamed_pages * self.geometry.page_bytes
         if moved == 0:
-            self._gaps[Phase.DECODE] = _Gap(step_s / self.layers, step_s / self.layers)
+            # While the link is busy with other things no slot is missing.
+            gap_s = max(0.0, step_s - self._other_s) / self.layers
+            self._gaps[Phase.DECODE] = _Gap(gap_s, gap_s)
         advice = self._pace.observe(step_s, moved)
         if advice is Advice.GROW:
             self.streamer.note_starved()

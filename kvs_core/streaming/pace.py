@@ -25,22 +25,23 @@ class Advice(Enum):
 
 
 class Pace:
-    """Steps of one engine, each told to ``observe``."""
+    """Steps of one engine, each told to ``observe``. ``other_bytes``: what each moves beside pages."""
 
-    def __init__(self, link_bytes_per_s: float) -> None:
+    def __init__(self, link_bytes_per_s: float, other_bytes: int = 0) -> None:
         self._link_bytes_per_s = link_bytes_per_s
+        self._other_bytes = other_bytes
         self._compute_s = 0.0                  # of a step that streams nothing; 0: not seen
         self._expected = 1.0                   # times the least time
         self._slow: list[float] = []           # times the least time, of slow steps in a row
         self._tried: float | None = None       # the same, mean, when a larger ring was asked for
 
     def observe(self, step_s: float, moved_bytes: int) -> Advice:
-        """A step took that long and moved so many bytes."""
+        """A step took that long and moved so many bytes of pages."""
         if moved_bytes == 0:
             self._compute_s = step_s
         if moved_bytes == 0 or not self._compute_s or not self._link_bytes_per_s:
             return Advice.KEEP
-        ratio = step_s / max(self._compute_s, moved_bytes / self._link_bytes_per_s)
+        ratio = step_s / max(self._compute_s, (moved_bytes + self._other_bytes) / self._link_bytes_per_s)
         if ratio <= _SLOW * self._expected:
             self._slow.clear()
             self._expected = max(1.0, min(self._expected, self._expected + _FOLLOW * (ratio - self._expected)))

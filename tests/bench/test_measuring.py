@@ -15,18 +15,18 @@ from kvs_core.engine.engine import Engine
 from kvs_core.engine.measuring import fill_context, free_bytes, random_tokens, without_copies
 from kvs_core.formats.gguf import GgufFile
 from kvs_core.memory.phases import Phase
-from kvs_core.settings.rooms import ContextSettings, KvSettings, RopeSettings
+from kvs_core.settings.rooms import ALL_LAYERS, ContextSettings, KvSettings, RopeSettings
 
 PAGE = 32
 
 
-@pytest.fixture
-def engine() -> Iterator[Engine]:
+@pytest.fixture(params=[ALL_LAYERS, 3], ids=["all weights stay", "some pass"])
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     """The demo model with its MTP block and a pool that holds a part of 1,024 tokens."""
     made = Engine(
         GgufFile.open(DEMO_MODEL), HostDevice(1), context=ContextSettings(ctx_size=1024, ubatch=64, batch=64),
         kv=KvSettings(page_tokens=PAGE, ring_slots=2), rope=RopeSettings(), drafting=Drafting(nextn=True),
-        pool_bytes=40 * PAGE * 512,
+        pool_bytes=40 * PAGE * 512, gpu_layers=request.param,
     )
     try:
         yield made

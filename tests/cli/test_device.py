@@ -22,8 +22,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--device", "cuda"), "--device cuda: there is no GPU 0; get one"),
         (("--device", "CUDA1"), "--device cuda:1: there is no GPU 1; get one"),
         (("-dev", "cuda", "--main-gpu", "2"), "--device cuda: there is no GPU 2; get one"),
-        (("--device", "cuda", "-ngl", "0"),
-         "--gpu-layers 0 keeps every layer off --device cuda; leave one of them out"),
+        (("--device", "cuda", "-ngl", "0"), "--device cuda: there is no GPU 0; get one"),
     ],
     ids=lambda part: " ".join(part) if isinstance(part, tuple) else "",
 )
@@ -52,3 +51,6 @@ def test_auto_takes_the_cpu(kvs: Kvs, tiny_llama: Path) -> None:
         done = kvs(*command, *flags)
         assert (done.code, done.out) == (0, auto.out)
         assert "GPU" not in done.err
+    done = kvs(*command, "-ngl", "3")
+    assert (done.code, done.out) == (0, auto.out)
+    assert "--gpu-layers 3: without a GPU all weights are in the CPU's memory, and none moves" in done.err

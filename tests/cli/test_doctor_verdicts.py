@@ -183,7 +183,7 @@ OTHERS = (Holder(7, "python", 9 * GIB), Holder(8, "game", 6 * GIB), Holder(9, No
         (settings(CUDA_VISIBLE_DEVICES="-1"), "CUDA_VISIBLE_DEVICES", "warning", "hides every GPU", "unset"),
         (settings(CUDA_VISIBLE_DEVICES="1"), "CUDA_VISIBLE_DEVICES", "ok", "'1'", ""),
         (settings(GGML_CUDA_ENABLE_UNIFIED_MEMORY="1"), "GGML_CUDA_ENABLE_UNIFIED_MEMORY", "warning",
-         "no effect on kvs", "weights have to fit"),
+         "no effect on kvs", "weights beyond the GPU are streamed"),
         (settings(KVS_CACHE_DIR="/c"), "KVS_CACHE_DIR", "ok", "'/c'", ""),
         (replace(GOOD, failed={"NVML": "NVML failed: odd; look at nvidia-smi"}), "NVML", "warning",
          "not known: NVML failed: odd", "look at nvidia-smi"),

@@ -16,7 +16,6 @@ from tests.support.tiny_gguf import write_tiny_llama
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("-ngl", "3"), "--gpu-layers 3: the model has 4 layers"),
         (("-l", "99999+1"), "token 99999"),
         (("--override-kv", "llama.block_count=int:9"), "blk.4."),
         (("--override-kv", "llama.block_count=str:x"), "give the type it has there"),

@@ -123,7 +123,7 @@ def test_the_known_command_line_is_accepted_flag_for_flag() -> None:
     assert (engine.context.ctx_size, engine.context.batch, engine.context.ubatch) == (262144, 256, 256)
     assert engine.model.source == Path("M")
     assert engine.speculative == SpeculativeSettings(types=("draft-mtp",))
-    engine.device.check_gpu_layers(30)
+    assert engine.device.layers_on(is_host=False) == 999
 
 
 def test_nothing_given_is_the_defaults() -> None:

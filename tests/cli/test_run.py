@@ -31,9 +31,10 @@ SCHEMA = {
     "kv": {"mode", "arena_bytes", "page_tokens", "page_bytes", "pool_pages", "resident_pages", "ring_slots",
            "active_pages", "streamed_pages_per_step", "h2d_bytes", "h2d_bytes_by_layer", "d2h_bytes",
            "h2d_calls", "stall_ms", "repartitions", "history_bytes"},
+    "weights": {"layers", "streamed_layers", "resident_bytes", "streamed_bytes", "ring_bytes"},
 }
 KEYS = {"synthetic", "device", "prompt_tokens", "generated_tokens", "token_ids", "text", "stop_reason", "probs",
-        *SCHEMA}
+        "weights_h2d_bytes", *SCHEMA}
 
 
 def numbers(value: Any) -> list[float]:

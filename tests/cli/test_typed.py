@@ -23,6 +23,7 @@ from kvs_core.settings.drafters import (
     NgramSimpleSettings,
     SpeculativeSettings,
 )
+from kvs_core.settings.rooms import ALL_LAYERS
 from kvs_core.settings.setting import Command
 from kvs_core.settings.table import BY_KEY, TABLE
 from kvs_core.settings.typed import info_settings, plan_settings, run_settings, serve_settings
@@ -91,7 +92,7 @@ def test_typed_values() -> None:
     rope, device = run_with.engine.rope, run_with.engine.device
     assert (rope.scale, rope.freq_scale, rope.freq_base) == (4.0, None, None)
     assert (rope.yarn_beta_fast, rope.yarn_beta_slow) == (32.0, None)
-    assert (device.threads, device.gpu_layers) == (2, None)
+    assert (device.threads, device.gpu_layers) == (2, ALL_LAYERS)
     assert run_with.engine.context.ctx_size == 1024
     assert run_with.engine.kv.pool_mib is None
     assert run_with.output.stop == ("\n",)

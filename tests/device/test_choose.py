@@ -13,7 +13,7 @@ from kvs_core.device.choose import begin_opening, open_device
 from kvs_core.device.cuda.device import CudaDevice
 from kvs_core.device.cuda.modules import CudaFound
 from kvs_core.device.host.device import HostDevice
-from kvs_core.errors import DeviceError, SettingsError
+from kvs_core.errors import DeviceError
 from kvs_core.settings.rooms import DeviceSettings
 from tests.cuda_on_cpu.cpu_runtime import CpuRuntime
 
@@ -111,16 +111,6 @@ def test_a_gpu_that_was_asked_for_and_cannot_be_had_is_an_error(
     with pytest.raises(DeviceError) as caught:
         open_device(settings)
     assert str(caught.value) == words
-
-
-def test_layers_are_not_split() -> None:
-    """``--gpu-layers``: none, or all."""
-    for settings in (DeviceSettings(gpu_layers=0), DeviceSettings(gpu_layers=4), DeviceSettings("cuda", gpu_layers=9)):
-        settings.check_gpu_layers(4)
-    with pytest.raises(SettingsError, match=r"--gpu-layers 3: the model has 4 layers"):
-        DeviceSettings("cuda", gpu_layers=3).check_gpu_layers(4)
-    with pytest.raises(SettingsError, match=r"--gpu-layers 0 keeps every layer off --device cuda:1; leave one of them"):
-        DeviceSettings("cuda:1", gpu_layers=0).check_gpu_layers(4)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from gguf.constants import GGMLQuantizationType
 
-from kvs_core.device.cuda.weights import RECORD_TYPES, RecordSection, RowsSection, record_bytes
+from kvs_core.device.cuda.weights import RECORD_TYPES, RecordSection, RowsSection, part_bytes, record_bytes
 from kvs_core.formats.gguf import TensorInfo
 from kvs_core.formats.quants import dequantize_rows, row_bytes
 from tests.device.tensors import tensor
@@ -108,3 +108,43 @@ def test_the_same_tensors_are_loaded_once(lab: Any) -> None:  # noqa: F811
     assert store.held_bytes == held
     assert store.load([a, b]) is not first
     assert list(store.weights) == [first, store.load([a, b])]
+
+
+def test_a_part_is_at_home_as_it_would_be_on_the_gpu(lab: Any) -> None:  # noqa: F811
+    """Byte for byte, whatever its matrices are: joined, of two types, with a bias, gate and up, in the file's form. It
+    takes no memory of the GPU but for biases, lies where it is told to, and fits the room that was said to suffice."""
+    infos = [random_tensor(name, quant, n_out, 288, i) for i, (name, quant, n_out) in enumerate((
+        ("blk.0.attn_q.weight", Quant.Q8_0, 40), ("blk.0.attn_k.weight", Quant.Q4_0, 24),
+        ("blk.0.attn_v.weight", Quant.F16, 8), ("blk.0.ffn_gate.weight", Quant.Q5_0, 24),
+        ("blk.0.ffn_up.weight", Quant.Q5_0, 24), ("blk.0.attn_output.weight", Quant.Q8_0, 19),
+    ))]
+    bias = tensor("blk.0.attn_q.bias", np.linspace(-1.0, 1.0, 40, dtype=np.float32))
+    joined = [(infos[:3], [bias, None, None]), (infos[3:5], []), (infos[5:], [None])]
+    home = np.full(part_bytes(infos), 0x5A, np.uint8)
+    store, plain = (store_in(lab, piece_bytes=900) for _ in range(2))
+
+    def download(target: np.ndarray, memory: Any) -> None:
+        target[:] = lab.host(memory)
+
+    part = store.load_part(joined, home, download)
+    assert store.held_bytes == 4 * (40 + 24 + 8)
+    assert list(store.weights) == list(part.weights)
+    place = np.array(part.home)
+    for memory in (home, place):
+        part.lie_in(memory)
+        at = 0
+        for (tensors, biases), weight in zip(joined, part.weights, strict=True):
+            expected = plain.load(tensors, biases)
+            assert (weight.name, weight.n_in, weight.n_out) == (expected.name, expected.n_in, expected.n_out)
+            assert (weight.swiglu is None) == (expected.swiglu is None)
+            for own, other in zip(weight.sections, expected.sections, strict=True):
+                assert type(own) is type(other)
+                mine, theirs = (
+                    each.records if isinstance(each, RecordSection) else each.rows for each in (own, other)
+                )
+                np.testing.assert_array_equal(mine, lab.host(theirs))
+                assert mine.ctypes.data == memory.ctypes.data + at
+                assert (own.first_row, own.n_rows) == (other.first_row, other.n_rows)
+                assert (own.bias is None) == (other.bias is None)
+                at += -(-mine.nbytes // 256) * 256
+    assert at == part.home.nbytes <= home.nbytes

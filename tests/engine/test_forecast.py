@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvs_core.device.cuda.weights import part_bytes
 from kvs_core.device.host.device import HostDevice
 from kvs_core.engine.budget import NO_DRAFTING, Drafting, plan_budget
 from kvs_core.engine.engine import Engine
@@ -28,6 +29,7 @@ from kvs_core.engine.forecast import (
 )
 from kvs_core.engine.held import FLOATS, held_on_cuda, held_on_host, held_weights
 from kvs_core.engine.rates import gpu_rates
+from kvs_core.engine.split import Splits
 from kvs_core.formats.gguf import GgufFile
 from kvs_core.models.registry import read_spec
 from kvs_core.models.spec import ModelSpec
@@ -100,6 +102,28 @@ def test_a_streamed_round_by_hand() -> None:
     assert two.kernels_s == pytest.approx(rest_s + two.placement.runs * 4e-5)
     assert point.round_s == pytest.approx(point.step_s + 3e-3 + placed.runs * 1e-4)
     assert point.tokens_per_s == pytest.approx(1 / point.round_s)
+
+
+def test_weights_that_pass_by_hand() -> None:
+    """The link brings them in every step, part by part, beside the pages, and once more for each draft of the model
+    itself; the device does not hold them, kernels read them all the same."""
+    name, tokens, drafting = "tiny:q8_0", 32000, Drafting(resident=True)
+    plain, file = setup_of(name, 32768, 17, drafting=drafting), synthetic_model(name)
+    split = Splits(file, read_spec(file), part_bytes).at(4)
+    assert len(split.passing) == 5
+    held = held_weights(file, read_spec(file), held_on_cuda, nextn=False, passing=split.passing)
+    setup = replace(plain, split=split, weights=held)
+    assert held.trunk == plain.weights.trunk
+    assert plain.weights.size_bytes - held.size_bytes == split.pass_bytes   # all parts are whole tiles
+    rounds = Rounds("draft-resident", 2, None)
+    before, after = (forecast(each, ROUND, tokens, rounds) for each in (plain, setup))
+    pass_s = split.pass_bytes / 1e9 + 10 * 2e-5
+    runs = after.placement.runs
+    assert after.link_s == pytest.approx(after.placement.streamed_bytes / 1e9 + runs * 2e-5 + pass_s)
+    assert after.kernels_s == pytest.approx(before.kernels_s + (runs - before.placement.runs) * 4e-5)
+    slow = replace(ROUND, link_bytes_per_s=1e6)
+    drafts_s = forecast(setup, slow, tokens, rounds).drafts_s
+    assert drafts_s == pytest.approx(2 * (split.pass_bytes / 1e6 + 10 * 2e-5 + 5e-3))
 
 
 def test_drafts_by_hand() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from kvs_core.memory.phases import Phase
 from kvs_core.paging.residency import Observation, ResidencyConfig, ResidencyState, residency_step
+from kvs_core.settings.rooms import ALL_LAYERS
 from kvs_core.streaming import kv_step, kv_stream
 from tests.engine.tiny import engine, kv_settings
 
@@ -36,6 +37,17 @@ def test_a_phase_has_its_own_gap(tiny_qwen35: Path, monkeypatch: pytest.MonkeyPa
         with built.step([1], Phase.PREFILL) as step:
             step.settle()
         assert seen[-1] >= 1.0
+
+
+def test_the_time_that_weights_take_on_the_link_is_no_gap(tiny_qwen35: Path) -> None:
+    """A captured step without a streamed page tells the gap, less what the link had to do beside pages in it."""
+    for gpu_layers in (ALL_LAYERS, 0):
+        with engine(tiny_qwen35, kv=kv_settings(), gpu_layers=gpu_layers) as built:
+            kv, other_s = built._kv, built.weights_report().home_bytes / built.link_bytes_per_s
+            kv.observe_step(0.5 + other_s)
+            assert kv._gaps[Phase.DECODE].steady_s == pytest.approx(0.5 / kv.layers, rel=1e-6)
+            kv.observe_step(0.5 * other_s + 1e-12)
+            assert kv._gaps[Phase.DECODE].steady_s == (0.0 if other_s else 1e-12 / kv.layers)
 
 
 class Clock:

@@ -14,6 +14,7 @@ from kvs_core.device.host.device import HostDebug, HostDevice
 from kvs_core.engine.budget import NO_DRAFTING, BudgetDevice, Drafting, arena_for, plan_budget
 from kvs_core.engine.engine import Engine
 from kvs_core.engine.session import Session
+from kvs_core.engine.split import plan_split
 from kvs_core.formats.gguf import GgufFile
 from kvs_core.models.registry import read_spec
 from kvs_core.settings.rooms import ContextSettings, KvSettings, RopeSettings
@@ -39,13 +40,15 @@ def engine(
     lower: bool = False,
     device: Callable[[], Device] | None = None,
     drafting: Drafting = NO_DRAFTING,
+    gpu_layers: int | None = None,
 ) -> Iterator[Engine]:
     """An engine whose pool lies between the least (0.0) and all pages (1.0); None: all pages.
 
-    fixed     the pool has that size in both phases; otherwise in the phase with the larger workspace
-    lower     a ring or a run that this pool cannot have becomes the largest that it can
-    device    what it runs on: by default the host, with ``debug``
-    drafting  what it will be drafted with
+    fixed       the pool has that size in both phases; otherwise in the phase with the larger workspace
+    lower       a ring or a run that this pool cannot have becomes the largest that it can
+    device      what it runs on: by default the host, with ``debug``
+    drafting    what it will be drafted with
+    gpu_layers  see ``Engine``
     """
     wanted = ContextSettings(ctx_size=context, ubatch=ubatch)
     file = GgufFile.open(path)
@@ -53,12 +56,12 @@ def engine(
     try:
         size = Size()
         if pool is not None:
-            size, most = _size(file, chosen, wanted, kv, pool, fixed, drafting)
+            size, most = _size(file, chosen, wanted, kv, pool, fixed, drafting, gpu_layers)
             if lower:
                 kv = replace(kv, ring_slots=min(kv.ring_slots, most), run_pages=min(kv.run_pages, most))
         built = Engine(
             file, chosen, context=wanted, kv=kv, rope=RopeSettings(),
-            arena_bytes=size.arena_bytes, pool_bytes=size.pool_bytes, drafting=drafting,
+            arena_bytes=size.arena_bytes, pool_bytes=size.pool_bytes, drafting=drafting, gpu_layers=gpu_layers,
         )
     except BaseException:
         chosen.close()
@@ -79,13 +82,15 @@ class Size:
 
 def _size(
     file: GgufFile, device: Device, context: ContextSettings, kv: KvSettings, pool: float, fixed: bool,
-    drafting: Drafting,
+    drafting: Drafting, gpu_layers: int | None,
 ) -> tuple[Size, int]:
     """Of an arena, and the slots of its pool that may be the ring."""
     asked = kv if kv.residency_mode == "window" else replace(kv, ring_slots=0, run_pages=0)
+    spec = read_spec(file)
+    split = plan_split(file, spec, context, asked, device, gpu_layers=gpu_layers, drafting=drafting)
     budget = plan_budget(
-        read_spec(file), context, asked, free_bytes=device.free_bytes(),
-        device=BudgetDevice(device.scratch, device.page_layout), drafting=drafting,
+        spec, context, asked, free_bytes=device.free_bytes(),
+        device=BudgetDevice(device.scratch, device.page_layout), drafting=drafting, ring_bytes=split.ring.size_bytes,
     )
     need = budget.need
     slots = round(need.least_slots + pool * (need.all_slots - need.least_slots))

@@ -130,7 +130,6 @@ def test_what_is_wrong_leaves_no_folder(
     for arguments, error in (
         (("-m", "nowhere.gguf"), "nowhere.gguf"),
         (("-m", __file__), "GGUF"),
-        (("--gpu-layers", "1"), "--gpu-layers 1"),
         (too_long, "tokens are needed, the context holds 32768"),
         (("-c", "8192", "--kv-page-tokens", "32", "-ub", "32", "--kv-stream-arena-mib", "1"), "arena too small"),
     ):

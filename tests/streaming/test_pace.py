@@ -66,3 +66,11 @@ def test_kernels_that_take_longer_than_the_link_are_no_starvation() -> None:
     assert pace.observe(0.29, 0) is Advice.KEEP
     assert asked(pace, 100, 0.3) == 0
     assert asked(pace, 4, 0.32) == 1
+
+
+def test_what_else_passes_the_link_is_no_reason() -> None:
+    """Weights that pass take their time in every step: one that is as fast as the link with them is not slow."""
+    pace = Pace(LINK, 2 * MOVED)
+    assert pace.observe(0.2, 0) is Advice.KEEP
+    assert asked(pace, 100, 0.31) == 0
+    assert asked(pace, 4, 0.33) == 1

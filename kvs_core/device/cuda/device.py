@@ -6,7 +6,7 @@ that. A decode step is a CUDA graph with a compute branch and a copy branch, lau
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -21,6 +21,7 @@ from kvs_core.device.base import (
     Captured,
     Counters,
     GdnShape,
+    Joined,
     Ops,
     Outline,
     RopeTable,
@@ -28,6 +29,7 @@ from kvs_core.device.base import (
     StepSizes,
     Stream,
     Weight,
+    WeightPart,
 )
 from kvs_core.device.cuda.context import Context
 from kvs_core.device.cuda.cuda_ops import CudaOps
@@ -37,7 +39,7 @@ from kvs_core.device.cuda.runtime import Graph, Runtime
 from kvs_core.device.cuda.steps import PlanTables, StepTable
 from kvs_core.device.cuda.streams import CaptureState, CudaStream, EventPool
 from kvs_core.device.cuda.uploads import FileBytes
-from kvs_core.device.cuda.weights import CudaWeight, RowsSection, WeightStore
+from kvs_core.device.cuda.weights import CudaWeight, RowsSection, WeightStore, part_bytes
 from kvs_core.device.workspace import BufferSpec, Workspace
 from kvs_core.formats.gguf import TensorInfo
 from kvs_core.formats.quants import dequantize_rows, row_bytes
@@ -144,9 +146,11 @@ class CudaDevice:
 
     # Weights.
 
-    def prepare_weights(self, infos: Sequence[TensorInfo], progress: Progress | None = None) -> None:
+    def prepare_weights(
+        self, infos: Sequence[TensorInfo], progress: Progress | None = None, *, passing: Sequence[TensorInfo] = ()
+    ) -> None:
         """See ``Device``. Matrices are uploaded as they are asked for, and ``progress`` hears of it then."""
-        self._files.expect(sum(info.n_bytes for info in infos), progress)
+        self._files.expect(sum(info.n_bytes for info in (*infos, *passing)), progress)
 
     def load_vector(self, info: TensorInfo, *, transposed: bool = False) -> Buffer:
         """See ``Device``."""
@@ -161,6 +165,14 @@ class CudaDevice:
     def load_experts(self, infos: Sequence[TensorInfo]) -> Any:
         """See ``Device``. Raises ``CapabilityError`` for sizes without a kernel."""
         return self._weights.load_experts(infos)
+
+    def load_part(self, matrices: Sequence[Joined], home: np.ndarray) -> WeightPart:
+        """See ``Device``. Records as those of ``load_matrix``; in between the device has room for them."""
+        return self._weights.load_part(matrices, home, self._bring_home)
+
+    def part_bytes(self, infos: Iterable[TensorInfo]) -> int:
+        """See ``Device``."""
+        return part_bytes(infos)
 
     def load_table(self, info: TensorInfo) -> Weight:
         """See ``Device``. It stays in pinned host memory, where kernels can read it: a step takes a row per token."""
@@ -198,6 +210,10 @@ class CudaDevice:
 
     def _allocate_weights(self, size_bytes: int) -> Buffer:
         return self._runtime.allocate(size_bytes, "weights")
+
+    def _bring_home(self, home: np.ndarray, memory: Buffer) -> None:
+        self._runtime.enqueue_copy(address(home), address(memory), home.nbytes, self._compute.raw)
+        self._compute.synchronize()
 
     # Layout.
 

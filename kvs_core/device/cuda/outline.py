@@ -6,16 +6,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Sized
+from collections.abc import Iterable, Sequence, Sized
 from typing import Any
 
 import numpy as np
 
-from kvs_core.device.base import Activation, AttentionParams, Buffer, GdnShape, Ops, RopeTable, Weight
+from kvs_core.device.base import (
+    Activation,
+    AttentionParams,
+    Buffer,
+    GdnShape,
+    Joined,
+    Ops,
+    RopeTable,
+    Weight,
+    WeightPart,
+)
 from kvs_core.device.cuda.cuda_ops import CudaOps
 from kvs_core.device.cuda.kernel import Launcher
 from kvs_core.device.cuda.ops.embed import Rope
-from kvs_core.device.cuda.weights import CudaWeight, Quant, RecordSection, RowsSection, WeightStore, repack_kernel
+from kvs_core.device.cuda.weights import (
+    CudaWeight,
+    Quant,
+    RecordSection,
+    RowsSection,
+    WeightStore,
+    part_bytes,
+    repack_kernel,
+)
 from kvs_core.formats.gguf import TensorInfo
 from kvs_core.formats.quants import row_bytes
 from kvs_core.paging.geometry import PageGeometry
@@ -36,6 +54,10 @@ class CudaOutline:
         """See ``ModelDevice``."""
         return _ones(shape, dtype)
 
+    def allocate_pinned(self, size_bytes: int) -> np.ndarray:
+        """See ``ModelDevice``."""
+        return _ones((size_bytes,), np.uint8)
+
     def load_vector(self, info: TensorInfo, *, transposed: bool = False) -> Buffer:
         """See ``ModelDevice``."""
         return _ones(info.shape if transposed else info.shape[::-1], np.float32)
@@ -48,6 +70,14 @@ class CudaOutline:
         """See ``ModelDevice``."""
         return self._weights.load_experts(infos)
 
+    def load_part(self, matrices: Sequence[Joined], home: np.ndarray) -> WeightPart:
+        """See ``ModelDevice``."""
+        return self._weights.load_part(matrices, home, lambda to, source: None)
+
+    def part_bytes(self, infos: Iterable[TensorInfo]) -> int:
+        """See ``ModelDevice``."""
+        return part_bytes(infos)
+
     def load_table(self, info: TensorInfo) -> Weight:
         """See ``ModelDevice``."""
         n_in, n_out = info.shape
@@ -59,7 +89,9 @@ class CudaOutline:
         """See ``ModelDevice``."""
         return Rope(table, None)
 
-    def prepare_weights(self, infos: Sequence[TensorInfo], progress: Progress | None = None) -> None:
+    def prepare_weights(
+        self, infos: Sequence[TensorInfo], progress: Progress | None = None, *, passing: Sequence[TensorInfo] = ()
+    ) -> None:
         """See ``ModelDevice``."""
 
     def download(self, buffer: Buffer) -> np.ndarray:

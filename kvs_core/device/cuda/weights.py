@@ -19,7 +19,7 @@ from itertools import groupby
 import numpy as np
 from gguf.constants import GGMLQuantizationType
 
-from kvs_core.device.base import Buffer
+from kvs_core.device.base import Buffer, Joined
 from kvs_core.device.cuda.kernel import I32, PTR, Kernel, Launcher
 from kvs_core.errors import CapabilityError
 from kvs_core.formats.gguf import TensorInfo
@@ -45,11 +45,14 @@ PIECE_BYTES = 64 * MIB
 """Of the file, on the device at once while records are made of them; long enough for the link's full rate."""
 
 _ROWS_PER_GROUP = 8   # warps of a block of repack.cu
+_ALIGNMENT = 256      # of sections in a part
 
 Allocate = Callable[[int], Buffer]
 """Device memory of so many bytes, uint8, for good."""
 Upload = Callable[[np.ndarray], Buffer]
 """A small host array on the device, same shape and type, for good."""
+Download = Callable[[np.ndarray, Buffer], None]
+"""download(home, memory): fill pinned memory with as many bytes of the device; blocks."""
 Source = Callable[[TensorInfo, int, Buffer], None]
 """source(info, first, out): fill ``out``, uint8 on the device, with the tensor's bytes [first, first + len(out)).
 On the compute stream: it may return before they are there, and work enqueued earlier may still read ``out``."""
@@ -107,11 +110,12 @@ class RowsSection:
 Section = RecordSection | RowsSection
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class CudaWeight:
     """A matrix [n_out, n_in], perhaps of several tensors. See ``Weight`` in ``device/base.py``.
 
-    bias  float32 [n_out] or None; sections have views of it
+    sections  others, in another place, after ``CudaPart.lie_in``
+    bias      float32 [n_out] or None; sections have views of it
     """
 
     name: str
@@ -157,6 +161,44 @@ class ExpertStack:
         return self.count
 
 
+class CudaPart:
+    """``WeightPart``: the sections of its matrices, each from a multiple of 256 bytes on."""
+
+    def __init__(self, weights: Sequence[CudaWeight], home: np.ndarray) -> None:
+        self.weights = tuple(weights)
+        self.home = home
+        self.lie_in(home)
+
+    def lie_in(self, place: Buffer) -> None:
+        """See ``WeightPart``."""
+        at = 0
+        for weight in self.weights:
+            sections: list[Section] = []
+            for section in weight.sections:
+                if isinstance(section, RecordSection):
+                    size = int(section.records.nbytes)
+                    sections.append(replace(section, records=place[at : at + size]))
+                else:
+                    size = int(section.rows.nbytes)
+                    sections.append(replace(section, rows=place[at : at + size]))
+                at += align_up(size, _ALIGNMENT)
+            weight.sections = tuple(sections)
+
+
+def held_bytes(info: TensorInfo) -> int:
+    """Bytes of a matrix of its own, in whole tiles or in rows."""
+    n_in, n_out = info.shape
+    quant = held_type(info.quant)
+    if quant in RECORD_TYPES:
+        return ceil_div(n_out, TILE_ROWS) * ceil_div(n_in, BLOCK) * record_bytes(quant)
+    return n_out * row_bytes(quant, n_in)
+
+
+def part_bytes(infos: Iterable[TensorInfo]) -> int:
+    """See ``Device.part_bytes``. Joined matrices take no more than each for itself."""
+    return sum(align_up(held_bytes(info), _ALIGNMENT) for info in infos)
+
+
 def record_bytes(quant: Quant) -> int:
     """Bytes of a record: those of 16 rows of 256 values in the file."""
     return TILE_ROWS * row_bytes(quant, BLOCK)
@@ -193,11 +235,12 @@ class WeightStore:
         self._piece: Buffer = None
         self._weights: dict[tuple[tuple[str, ...], tuple[str | None, ...]], CudaWeight] = {}
         self.stacks: list[ExpertStack] = []
+        self._passing: list[CudaWeight] = []
 
     @property
     def weights(self) -> Iterable[CudaWeight]:
         """All that was loaded, but for experts, which are in ``stacks``."""
-        return self._weights.values()
+        return [*self._weights.values(), *self._passing]
 
     def load(self, infos: Sequence[TensorInfo], biases: Sequence[TensorInfo | None] = ()) -> CudaWeight:
         """Matrices of GGUF shape [n_in, n_out], joined. ``biases``: none, or one entry each.
@@ -205,13 +248,11 @@ class WeightStore:
         A gate and an up matrix of a feed-forward (told by their names) of one record type are interleaved, so that one
         kernel can multiply both and join them.
         """
-        assert infos
-        assert not biases or len(biases) == len(infos)
-        biases = tuple(biases) if any(bias is not None for bias in biases) else (None,) * len(infos)
+        biases = _given(infos, biases)
         key = tuple(info.name for info in infos), tuple(None if bias is None else bias.name for bias in biases)
         found = self._weights.get(key)
         if found is None:
-            found = self._weights[key] = self._load(infos, biases)
+            found = self._weights[key] = self._load(infos, biases, self._take)
         return found
 
     def load_experts(self, infos: Sequence[TensorInfo]) -> ExpertStack:
@@ -228,7 +269,7 @@ class WeightStore:
                     f"GPU, which takes multiples of {step} and 4; use --device cpu"
                 )
         flat = [replace(info, shape=(n_in, info.shape[1] * count)) for info in infos]
-        weight = self._load(flat, (None,) * len(flat))
+        weight = self._load(flat, (None,) * len(flat), self._take)
         parts = []
         row = column = 0   # of the weight, and of an expert
         for info in infos:
@@ -240,11 +281,28 @@ class WeightStore:
         self.stacks.append(stack)
         return stack
 
+    def load_part(self, matrices: Sequence[Joined], home: np.ndarray, download: Download) -> CudaPart:
+        """Matrices as ``load`` takes them, made on the GPU and brought to ``home``."""
+        staged, at = self._allocate(home.nbytes), 0
+
+        def take(size_bytes: int) -> Buffer:
+            nonlocal at
+            start, at = at, at + align_up(size_bytes, _ALIGNMENT)
+            return staged[start : start + size_bytes]
+
+        weights = [self._load(infos, _given(infos, biases), take) for infos, biases in matrices]
+        self._passing += weights
+        home = home[:at]
+        download(home, staged[:at])
+        return CudaPart(weights, home)
+
     def finish(self) -> None:
         """Give up the memory that only loading needs; the next ``load`` takes it again."""
         self._piece = None
 
-    def _load(self, infos: Sequence[TensorInfo], biases: Sequence[TensorInfo | None]) -> CudaWeight:
+    def _load(
+        self, infos: Sequence[TensorInfo], biases: Sequence[TensorInfo | None], take: Allocate
+    ) -> CudaWeight:
         n_in = infos[0].shape[0]
         assert all(info.shape[0] == n_in for info in infos)
         bias = self._bias(infos, biases)
@@ -256,11 +314,11 @@ class WeightStore:
             n_rows = sum(info.shape[1] for info in parts)
             own_bias = None if bias is None else bias[first_row : first_row + n_rows]
             if quant in RECORD_TYPES:
-                records = self._records(parts, n_rows, interleaved)
+                records = self._records(parts, n_rows, interleaved, take)
                 n_blocks = ceil_div(n_in, BLOCK)
                 sections.append(RecordSection(quant, first_row, n_rows, n_blocks, records, interleaved, own_bias))
             else:
-                rows = self._rows(parts, quant)
+                rows = self._rows(parts, quant, take)
                 sections.append(RowsSection(quant, first_row, n_rows, row_bytes(quant, n_in), rows, own_bias))
             first_row += n_rows
         name = "+".join(info.name for info in infos)
@@ -281,9 +339,9 @@ class WeightStore:
         self.held_bytes += joined.nbytes
         return self._upload(joined)
 
-    def _rows(self, infos: Sequence[TensorInfo], quant: Quant) -> Buffer:
+    def _rows(self, infos: Sequence[TensorInfo], quant: Quant, take: Allocate) -> Buffer:
         size = row_bytes(quant, infos[0].shape[0])
-        held = self._take(size * sum(info.shape[1] for info in infos))
+        held = take(size * sum(info.shape[1] for info in infos))
         self._fill_rows(infos, quant, held)
         return held
 
@@ -301,10 +359,10 @@ class WeightStore:
                     self._source(_as_halves(info, row, count), 0, out)
                 at += count * size
 
-    def _records(self, infos: Sequence[TensorInfo], n_rows: int, interleaved: bool) -> Buffer:
+    def _records(self, infos: Sequence[TensorInfo], n_rows: int, interleaved: bool, take: Allocate) -> Buffer:
         quant, n_in = infos[0].quant, infos[0].shape[0]
         n_tiles, n_blocks = ceil_div(n_rows, TILE_ROWS), ceil_div(n_in, BLOCK)
-        records = self._take(n_tiles * n_blocks * record_bytes(quant))
+        records = take(n_tiles * n_blocks * record_bytes(quant))
         self._fill_records(infos, n_rows, interleaved, records)
         return records
 
@@ -337,6 +395,13 @@ class WeightStore:
             piece = self._piece[: count * size]
             self._source(info, row * size, piece)
             yield row, count, piece
+
+
+def _given(infos: Sequence[TensorInfo], biases: Sequence[TensorInfo | None]) -> Sequence[TensorInfo | None]:
+    """An entry for each tensor."""
+    assert infos
+    assert not biases or len(biases) == len(infos)
+    return tuple(biases) if any(bias is not None for bias in biases) else (None,) * len(infos)
 
 
 def _gate_and_up(infos: Sequence[TensorInfo]) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -24,16 +24,19 @@ from kvs_core.device.base import (
     Captured,
     Counters,
     GdnShape,
+    Joined,
     Ops,
     RopeTable,
     StepInputs,
     StepSizes,
     Stream,
     Weight,
+    WeightPart,
 )
 from kvs_core.device.host.machine import available_ram_bytes, default_threads, use_one_blas_thread
 from kvs_core.device.host.ops import HostOps
 from kvs_core.device.host.ops.basic import matmul
+from kvs_core.device.host.parts import HostPart, part_bytes
 from kvs_core.device.host.streams import ComputeStream, CopyStream
 from kvs_core.device.host.weights import HeldMatrix, HostWeight, HostWeights, aligned_bytes
 from kvs_core.device.host.workers import Team
@@ -155,14 +158,15 @@ class HostDevice:
 
     def load_matrix(self, infos: Sequence[TensorInfo], biases: Sequence[TensorInfo | None] = ()) -> Weight:
         """See ``Device``. The same tensor is held once, so a tied output head costs nothing."""
-        bias = None
-        if any(info is not None for info in biases):
-            parts = zip(infos, biases, strict=True)
-            bias = np.concatenate([
-                np.zeros(info.shape[1], np.float32) if given is None else self.load_vector(given)
-                for info, given in parts
-            ])
-        return HostWeight([self._weights.matrix(info) for info in infos], bias)
+        return HostWeight([self._weights.matrix(info) for info in infos], self._bias(infos, biases))
+
+    def load_part(self, matrices: Sequence[Joined], home: np.ndarray) -> WeightPart:
+        """See ``Device``. Bytes stay as they are in the file, and each use dequantises them."""
+        return HostPart(matrices, [self._bias(*joined) for joined in matrices], self._weights.scratch, home)
+
+    def part_bytes(self, infos: Iterable[TensorInfo]) -> int:
+        """See ``Device``."""
+        return part_bytes(infos)
 
     def load_experts(self, infos: Sequence[TensorInfo]) -> Any:
         """See ``Device``."""
@@ -176,7 +180,9 @@ class HostDevice:
         """See ``Device``."""
         return table
 
-    def prepare_weights(self, infos: Sequence[TensorInfo], progress: Progress | None = None) -> None:
+    def prepare_weights(
+        self, infos: Sequence[TensorInfo], progress: Progress | None = None, *, passing: Sequence[TensorInfo] = ()
+    ) -> None:
         """See ``Device`` and ``HostWeights.prepare``."""
         self._weights.prepare(infos, progress)
 
@@ -291,6 +297,14 @@ class HostDevice:
         self._publish.close()
         self._arena = np.empty(0, np.uint8)
         self._weights = HostWeights(0)
+
+    def _bias(self, infos: Sequence[TensorInfo], biases: Sequence[TensorInfo | None]) -> Buffer | None:
+        if all(info is None for info in biases):
+            return None
+        return np.concatenate([
+            np.zeros(info.shape[1], np.float32) if given is None else self.load_vector(given)
+            for info, given in zip(infos, biases, strict=True)
+        ])
 
     def _move(self, target: Buffer, source: Buffer, number: int) -> None:
         self.discard(target)

@@ -124,7 +124,7 @@ class HeldMatrix(HostMatrix):
 class MappedMatrix(HostMatrix):
     """A quantised matrix in a mapped file. All matrices of a device share each thread's scratch for its piece."""
 
-    def __init__(self, info: TensorInfo, scratch: _Scratch) -> None:
+    def __init__(self, info: TensorInfo, scratch: Scratch) -> None:
         n_in, n_out = info.shape
         super().__init__(info.name, n_out, n_in)
         self._info = info
@@ -135,7 +135,7 @@ class MappedMatrix(HostMatrix):
         return dequantize_rows(self._info, first, rows, self._scratch.floats(rows, self.n_in))
 
 
-class _Scratch(threading.local):
+class Scratch(threading.local):
     """Memory of each thread for the piece in use, as large as the largest so far."""
 
     def __init__(self) -> None:
@@ -151,14 +151,17 @@ class _Scratch(threading.local):
 
 class HostWeights:
     """The matrices of a model. A matrix that ``prepare`` was not given stays in the file: right for a table that only
-    ``embed`` reads, a few rows at a time."""
+    ``embed`` reads, a few rows at a time.
+
+    scratch  of each thread, for pieces of matrices that are not held
+    """
 
     def __init__(self, limit_bytes: int | None) -> None:
         """``limit_bytes`` of float32 matrices are held at most; None: a share of the RAM available at ``prepare``."""
         self.held_bytes = 0
         self._limit_bytes = limit_bytes
         self._matrices: dict[str, HostMatrix] = {}
-        self._scratch = _Scratch()
+        self.scratch = Scratch()
 
     def prepare(self, infos: Sequence[TensorInfo], progress: Progress | None = None) -> None:
         """Hold, in the order given, each matrix that still fits the limit; the others stay in the file.
@@ -193,7 +196,7 @@ class HostWeights:
         n_in, n_out = info.shape
         if info.quant is GGMLQuantizationType.F32:
             return HeldMatrix(info.name, info.data[:].view(np.float32).reshape(n_out, n_in))
-        return MappedMatrix(info, self._scratch)
+        return MappedMatrix(info, self.scratch)
 
 
 def _piece_rows(n_out: int, n_in: int, phase: Phase) -> int:
