@@ -71,7 +71,7 @@ def make_plan(model: OpenModel, settings: EngineSettings, device: Device, *, mea
     free_bytes = device.free_bytes()
     ram_bytes = free_bytes if device.is_host else available_ram_bytes()
     setup = _setup(model, settings, settings.kv, device, free_bytes)
-    device.capabilities.check(setup.budget.geometry, experts=model.spec.experts is not None)
+    device.capabilities.check(setup.budget.geometry)
     _check_fits(setup, device, free_bytes, ram_bytes)
     if measure:
         forget_rates(device)
@@ -163,7 +163,7 @@ def _alternatives(
     for name, kv in changes:
         try:
             other = _setup(model, settings, kv, device, free_bytes)
-            device.capabilities.check(other.budget.geometry, experts=model.spec.experts is not None)
+            device.capabilities.check(other.budget.geometry)
             _check_fits(other, device, free_bytes, ram_bytes)
             yield Alternative(name, kv, forecast(other, find_rates(device, kv).rates, end.tokens, rounds))
         except BudgetError:

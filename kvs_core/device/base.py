@@ -88,17 +88,9 @@ class Capabilities:
     kv_pairs: frozenset[tuple[KvType, KvType]]
     head_dims: frozenset[int] | None   # None: any
     max_decode_rows: int
-    experts: bool                      # a mixture of experts can be computed
 
-    def check(self, geometry: PageGeometry, *, experts: bool) -> None:
-        """Raise ``CapabilityError`` unless pages of this geometry can be written and attended.
-
-        experts  the model is a mixture of experts
-        """
-        if experts and not self.experts:
-            raise CapabilityError(
-                f"a mixture of experts has no kernels on {self.device}; use --device cpu, or a dense model"
-            )
+    def check(self, geometry: PageGeometry) -> None:
+        """Raise ``CapabilityError`` unless pages of this geometry can be written and attended."""
         if (geometry.k_type, geometry.v_type) not in self.kv_pairs:
             raise CapabilityError(
                 f"K {geometry.k_type.label} with V {geometry.v_type.label} has no attention kernel on {self.device}; "
@@ -267,23 +259,35 @@ class ExpertWeights:
 
     router          [experts, E]
     used            experts that a row takes
-    gate_up, down   of each expert: [2 F, E], its gate and then its up, and [E, F]
+    gate_up, down   of each expert: [2 F, E], its gate and then its up, and [E, F], from ``Device.load_experts``
     shared_gate     [E]; None, as the two below, where no expert is shared
     shared_gate_up  [2 Fs, E]
     shared_down     [E, Fs]
+    activation      of the gates
     """
 
     router: Weight
     used: int
-    gate_up: Sequence[Weight]
-    down: Sequence[Weight]
+    gate_up: Any
+    down: Any
     shared_gate: Buffer | None
     shared_gate_up: Weight | None
     shared_down: Weight | None
+    activation: Activation = Activation.SILU
 
     def __post_init__(self) -> None:
         assert 0 < self.used <= self.router.n_out == len(self.gate_up) == len(self.down)
         assert (self.shared_gate is None) == (self.shared_gate_up is None) == (self.shared_down is None)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSizes:
+    """``count`` experts with n_ff values within, of which a row takes ``used``; n_shared: of the one for all, or 0."""
+
+    count: int
+    used: int
+    n_ff: int
+    n_shared: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +302,7 @@ class StepSizes:
     heads, kv_heads, k_dim  of the attention layers; 0 without
     gdn         of the recurrent layers; None without
     post_norms  whether there is an ``add_normed``
+    experts     of a mixture of experts, else None
     """
 
     rows: int
@@ -310,6 +315,7 @@ class StepSizes:
     k_dim: int
     gdn: GdnShape | None = None
     post_norms: bool = False
+    experts: ExpertSizes | None = None
 
 
 class Weight(Protocol):
@@ -415,8 +421,8 @@ class Ops(Protocol):
     def add_experts(self, x: Buffer, norm: Buffer, weights: ExpertWeights, *, eps: float, phase: Phase) -> None:
         """x += sum over a row's experts e of w_e f_e(y), then sigmoid(y . shared_gate) f_shared(y), y = rms(x) * norm.
 
-        f(y) = down(silu(gate(y)) * up(y)), with the matrices of that expert. A row's experts are the ``used`` ones
-        of the largest logits y @ router.T, in float32, of equal ones the lower numbers; w is the softmax over all
+        f(y) = down(activation(gate(y)) * up(y)), with the matrices of that expert. A row's experts are the ``used``
+        ones of the largest logits y @ router.T, in float32, of equal ones the lower numbers; w is the softmax over all
         experts, scaled so that those of the row sum to 1. They are added in the order of their numbers, the shared one
         last.   x [T, E]; norm [E]
         Source: Qwen3 report, arXiv 2505.09388; the shared expert: Qwen2 report, arXiv 2407.10671; ggml's qwen35moe.
@@ -499,6 +505,19 @@ class Ops(Protocol):
         """Of ``prefill_sums``, downloaded: ln of the sum of exp(score) over the keys added, float64 [T, H]."""
         ...
 
+    def shift_rows(
+        self, pages: Sequence[np.ndarray], params: AttentionParams, geometry: PageGeometry, *, keep: int, discard: int,
+        tokens: int,
+    ) -> None:
+        """Drop the rows [keep, keep + discard) of an attention layer, and move those behind them down, in the history.
+
+        pages   all of the layer that hold ``tokens`` rows, uint8 [page_bytes] each, in host memory. No copy from or to
+                them may be on its way.
+        A key that moves is turned back by ``discard`` positions and stored anew; a value's bytes are moved. Blocks.
+        Rows below ``keep``, and those from ``tokens - discard`` on, stay as they are.
+        """
+        ...
+
     def zero_page(self, pool: Buffer, geometry: PageGeometry, slot: int) -> None:
         """Clear a slot that becomes a tail page: stale scales times zero weights would be NaN."""
         ...
@@ -577,32 +596,13 @@ class Captured(Protocol):
         ...
 
 
-class Device(Protocol):
-    """One accelerator (or the host playing one)."""
+class ModelDevice(Protocol):
+    """What a model is loaded onto."""
 
-    name: str
-    captures: bool    # decode steps are captured, never run as they come
-    is_host: bool     # its memory is the host's, which the history needs too
-    capabilities: Capabilities
     ops: Ops
-    compute: Stream
-    copy: Stream      # history -> slots
-    publish: Stream   # slots -> history
-
-    def allocate_arena(self, size_bytes: int) -> None:
-        """The one arena, exactly that many bytes. ``DeviceError`` if it cannot be had."""
-        ...
-
-    def arena_view(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any] | type) -> Buffer:
-        """A window on the arena as an array. No copy; valid as long as the region's lease is held."""
-        ...
 
     def allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any] | type) -> Buffer:
         """Zeroed device memory beside the arena (recurrent state), for load time only."""
-        ...
-
-    def allocate_pinned(self, size_bytes: int) -> np.ndarray:
-        """Host memory that the copy streams can move fast, uint8 [size_bytes]. ``DeviceError`` if there is none."""
         ...
 
     def load_vector(self, info: TensorInfo, *, transposed: bool = False) -> Buffer:
@@ -613,12 +613,11 @@ class Device(Protocol):
         """Matrices of GGUF shapes [n_in, n_out], joined, to be multiplied. ``biases``: none, or one entry each."""
         ...
 
-    def load_part(self, matrices: Sequence[Joined], home: np.ndarray) -> WeightPart:
-        """Matrices that are to pass through the arena, put into ``home``: pinned, uint8, with room for them."""
-        ...
+    def load_experts(self, infos: Sequence[TensorInfo]) -> Any:
+        """Tensors of GGUF shapes [n_in, n_out, experts] as a matrix for each expert, its rows of all of them joined.
 
-    def part_bytes(self, infos: Iterable[TensorInfo]) -> int:
-        """Room that suffices for a part of these matrices, at home and in the arena: a multiple of 256."""
+        For ``ExpertWeights``.
+        """
         ...
 
     def load_table(self, info: TensorInfo) -> Weight:
@@ -638,6 +637,56 @@ class Device(Protocol):
         """
         ...
 
+    def download(self, buffer: Buffer) -> np.ndarray:
+        """A host copy, after all work on the compute stream. The only synchronisation in a step, for logits or ids."""
+        ...
+
+
+class Outline(ModelDevice, Protocol):
+    """Takes a model without reading or holding its weights."""
+
+    def begin_ops(
+        self, geometry: PageGeometry, attention: Sequence[AttentionParams], recurrent: Sequence[GdnShape],
+        activation: Activation,
+    ) -> None:
+        """Begin, in the background, what ``Device.prepare_ops`` will do for this model once it is loaded.
+
+        Errors are left for then.
+        """
+        ...
+
+
+class Device(ModelDevice, Protocol):
+    """One accelerator (or the host playing one)."""
+
+    name: str
+    captures: bool    # decode steps are captured, never run as they come
+    is_host: bool     # its memory is the host's, which the history needs too
+    capabilities: Capabilities
+    compute: Stream
+    copy: Stream      # history -> slots
+    publish: Stream   # slots -> history
+
+    def allocate_arena(self, size_bytes: int) -> None:
+        """The one arena, exactly that many bytes. ``DeviceError`` if it cannot be had."""
+        ...
+
+    def arena_view(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any] | type) -> Buffer:
+        """A window on the arena as an array. No copy; valid as long as the region's lease is held."""
+        ...
+
+    def allocate_pinned(self, size_bytes: int) -> np.ndarray:
+        """Host memory that the copy streams can move fast, uint8 [size_bytes]. ``DeviceError`` if there is none."""
+        ...
+
+    def load_part(self, matrices: Sequence[Joined], home: np.ndarray) -> WeightPart:
+        """Matrices that are to pass through the arena, put into ``home``: pinned, uint8, with room for them."""
+        ...
+
+    def part_bytes(self, infos: Iterable[TensorInfo]) -> int:
+        """Room that suffices for a part of these matrices, at home and in the arena: a multiple of 256."""
+        ...
+
     def enqueue_copy(self, dst: Buffer, src: Buffer, stream: Stream) -> None:
         """Copy equal-sized uint8 buffers (host or device each) on ``stream``; returns at once."""
         ...
@@ -650,8 +699,8 @@ class Device(Protocol):
         """Fill a buffer from the host, in order with the compute stream; blocks until that is done. Between steps."""
         ...
 
-    def download(self, buffer: Buffer) -> np.ndarray:
-        """A host copy, after all work on the compute stream. The only synchronisation in a step, for logits or ids."""
+    def outline(self) -> Outline | None:
+        """For the model that is about to be loaded; None: nothing of it takes long enough to begin early."""
         ...
 
     def prepare_ops(

@@ -15,7 +15,9 @@ Leaving the block without ``settle`` drops the step's rows. One sequence at a ti
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -28,10 +30,11 @@ from kvs_core.engine.checkpoints import Checkpoint, ParkedSequence
 from kvs_core.engine.split import plan_split
 from kvs_core.engine.step import Kept, Step, StepParts
 from kvs_core.engine.tiles import TileRoom
+from kvs_core.errors import CapabilityError
 from kvs_core.formats.gguf import GgufFile
 from kvs_core.memory.arena import Arena
 from kvs_core.memory.phases import WEIGHTS_RING, Phase
-from kvs_core.models.recurrent import MAX_ROWS, RecurrentState
+from kvs_core.models.recurrent import MAX_ROWS, RecurrentState, StateSnapshot
 from kvs_core.models.registry import load_model, read_spec
 from kvs_core.models.spec import ModelSpec
 from kvs_core.settings.rooms import ContextSettings, KvSettings, RopeSettings
@@ -109,6 +112,8 @@ class Engine:
         self._drafting = drafting
         spec = read_spec(file, rope)
         drafting.check(spec)
+        if context.shift:
+            _check_can_forget(spec)
         self.split = plan_split(
             file, spec, context, kv, device, gpu_layers=gpu_layers, arena_bytes=arena_bytes, pool_bytes=pool_bytes,
             drafting=drafting,
@@ -118,11 +123,15 @@ class Engine:
             device=BudgetDevice.of(device), drafting=drafting, ring_bytes=self.split.ring.size_bytes,
         )
         first = plan(free_bytes=device.free_bytes())
-        device.capabilities.check(first.geometry, experts=spec.experts is not None)   # before the weights
-        self._model = load_model(
-            file, device, context_tokens=first.context.context_tokens, rope=rope, nextn=drafting.nextn,
-            passing=self.split.passing, progress=progress,
+        device.capabilities.check(first.geometry)   # before the weights
+        load = partial(
+            load_model, file, context_tokens=first.context.context_tokens, rope=rope, nextn=drafting.nextn
         )
+        outline = device.outline()
+        if outline is not None:
+            seen = load(outline)
+            outline.begin_ops(first.geometry, seen.attention, seen.recurrent, spec.activation)
+        self._model = load(device, passing=self.split.passing, progress=progress)
         device.prepare_ops(
             plan(free_bytes=device.free_bytes()).geometry, self._model.attention, self._model.recurrent,
             spec.activation, kernel_progress,
@@ -209,6 +218,26 @@ class Engine:
         if self._model.nextn is not None:
             self._device.ops.clear(self._model.nextn.hidden[:1])   # nothing stands before the first row
         self._kept.rows = 0
+
+    def shift(self, keep: int, discard: int) -> None:
+        """Drop the rows of the tokens [keep, keep + discard), and move those behind them down. Blocks; between steps.
+
+        Keys are turned to their new positions in the history; what stays on the device comes back with the next step.
+        If it fails, ``rewind(0)`` has to come first.
+        """
+        tokens = self.committed
+        assert self.can_rewind, "a recurrent state cannot forget what it has read"
+        assert 0 <= keep <= keep + discard <= tokens, (keep, discard, tokens)
+        self._kv.drain()
+        self._captured.forget()
+        self.rewind(0)
+        count = self.geometry.pages_of(tokens)
+        shift = partial(self._device.ops.shift_rows, geometry=self.geometry, keep=keep, discard=discard, tokens=tokens)
+        pages = [[self._kv.room_for(layer, page) for page in range(count)] for layer in range(self._kv.layers)]
+        with ThreadPoolExecutor(os.cpu_count(), "kvs-shift") as threads:
+            list(threads.map(shift, pages, self._model.attention))
+        self._kv.restore(tokens - discard)
+        self._be_at(Checkpoint(StateSnapshot(tokens - discard, {}), None))
 
     def checkpoint(self) -> Checkpoint:
         """What is needed, beside the history, to come back to the committed tokens. Blocks; between steps."""
@@ -372,3 +401,11 @@ class Engine:
         """Stop copies and give memory back. Idempotent."""
         self._device.close()
         self._kv.close()
+
+
+def _check_can_forget(spec: ModelSpec) -> None:
+    if spec.recurrent_layers:
+        raise CapabilityError(
+            f"--context-shift: {spec.name} has {len(spec.recurrent_layers)} recurrent layers, whose state cannot "
+            "forget single tokens; leave it out and use a larger --ctx-size"
+        )

@@ -10,9 +10,9 @@ from gguf.constants import GGMLQuantizationType as Quant
 from kvs_core.device.cuda.weights import held_bytes, held_type
 from kvs_core.device.host.weights import HELD_SHARE
 from kvs_core.engine.forecast import IN_FILE, Weights
-from kvs_core.formats.gguf import GgufFile, TensorInfo
+from kvs_core.formats.gguf import GgufFile, TensorInfo, split_experts
 from kvs_core.models.spec import ModelSpec
-from kvs_core.models.weights import layer_of, split_experts
+from kvs_core.models.weights import layer_of
 
 FLOATS = "float32"
 """Name of what the host holds as float32."""

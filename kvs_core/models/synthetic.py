@@ -27,7 +27,7 @@ from kvs_core.formats.gguf_writer import data_bytes
 from kvs_core.formats.quants import row_bytes
 from kvs_core.formats.synthetic_blocks import DrawnBytes
 from kvs_core.formats.synthetic_vocab import synthetic_vocab
-from kvs_core.models import gemma3, qwen2, qwen3, qwen35
+from kvs_core.models import gemma3, qwen2, qwen3, qwen3moe, qwen35
 from kvs_core.models.registry import ARCHS
 from kvs_core.models.spec import TensorSpec
 from kvs_core.models.weights import POST_NORMS, is_matrix
@@ -59,12 +59,22 @@ class Sliding:
 
 
 @dataclass(frozen=True, slots=True)
+class Mixture:
+    """What a ``qwen3moe`` model has besides: experts, how many of them a row takes, and their width."""
+
+    count: int
+    used: int
+    ffn: int
+
+
+@dataclass(frozen=True, slots=True)
 class Shape:
     """Sizes of a model; names as in its metadata. The output head is the embedding with ``sliding``, else not.
 
     pre      the rule by which its tokenizer cuts text
     hybrid   for the arch ``qwen35``
     sliding  for the arch ``gemma3``
+    mixture  for the arch ``qwen3moe``
     """
 
     arch: str
@@ -81,6 +91,7 @@ class Shape:
     rms_eps: float = 1e-6
     hybrid: Hybrid | None = None
     sliding: Sliding | None = None
+    mixture: Mixture | None = None
 
 
 def _qwen35(
@@ -100,6 +111,10 @@ SHAPES: Mapping[str, Shape] = MappingProxyType({
     "qwen2.5-14b": Shape(qwen2.ARCH, "qwen2", 48, 5120, 13824, 40, 8, 128, 152064, 131072, 1e6, rms_eps=1e-5),
     # config.json of Qwen/Qwen3-8B: 36 layers, 32 heads of 128 over 8 of K and V.
     "qwen3-8b": Shape(qwen3.ARCH, "qwen2", 36, 4096, 12288, 32, 8, 128, 151936, 40960, 1e6),
+    # config.json of Qwen/Qwen3-30B-A3B: 48 layers, 32 heads of 128 over 4 of K and V, 8 of 128 experts of 768.
+    "qwen3-30b-a3b": Shape(
+        qwen3moe.ARCH, "qwen2", 48, 2048, 6144, 32, 4, 128, 151936, 40960, 1e6, mixture=Mixture(128, 8, 768)
+    ),
     # config.json of google/gemma-3-27b-it: 62 layers, 32 heads of 128 over 16 of K and V; its text alone.
     "gemma3-27b": Shape(
         gemma3.ARCH, "qwen2", 62, 5376, 21504, 32, 16, 128, 262144, 131072, 1e6, sliding=Sliding(1024, 6, 8.0)
@@ -112,7 +127,7 @@ SHAPES: Mapping[str, Shape] = MappingProxyType({
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """Types of the matrices; vectors and the taps of convolutions are float32.
+    """Types of the matrices; vectors, the taps of convolutions and routers are float32.
 
     base  of all that the others leave
     head  of the output head, also where it is the embedding
@@ -137,6 +152,7 @@ MIXES: Mapping[str, Mix] = MappingProxyType({
 })
 """q4_k_m and q5_k_m have the types that llama-quantize gives them; the others have one type, but for the head."""
 
+_ROUTER = "ffn_gate_inp"
 _MORE = ("attn_v", "attn_qkv", "ffn_down")
 
 _GAINS = {"ffn_down": 0.6, "attn_output": 0.3, "ssm_out": 0.25, "ssm_alpha": 0.3, "output": 2.0}
@@ -200,6 +216,12 @@ def _metadata(title: str, shape: Shape, mtp: bool) -> dict[str, MetaValue]:
             "rope.scaling.type": "linear",
             "rope.scaling.factor": shape.sliding.stretch,
         }
+    if shape.mixture is not None:
+        sizes |= {
+            "expert_count": shape.mixture.count,
+            "expert_used_count": shape.mixture.used,
+            "expert_feed_forward_length": shape.mixture.ffn,
+        }
     if mtp:
         sizes["nextn_predict_layers"] = 1
     return {
@@ -222,11 +244,10 @@ def _shared(name: str, shape: Shape) -> bool:
 
 def _tensor(spec: TensorSpec, mix: Mix, shape: Shape) -> TensorInfo:
     n_elements = int(np.prod(spec.shape))
-    if is_matrix(spec):
+    kind, n_in = _kind(spec.name), spec.shape[0]
+    if (is_matrix(spec) or len(spec.shape) == 3) and kind != _ROUTER:
         quant = _quant(spec.name, mix, shape)
-        n_in, n_out = spec.shape
-        n_bytes = n_out * row_bytes(quant, n_in)
-        kind = _kind(spec.name)
+        n_bytes = n_elements // n_in * row_bytes(quant, n_in)
         std = _GAINS.get(kind, 1.0) / n_in**0.5
         if kind == "token_embd":   # what is also the head has its gain, and sqrt(E) times that as a row
             std = _EMBEDDING_STD if shape.sliding is None else _GAINS["output"] / n_in**0.5
@@ -238,8 +259,8 @@ def _tensor(spec: TensorSpec, mix: Mix, shape: Shape) -> TensorInfo:
 
 
 def _kind(name: str) -> str:
-    """``attn_v`` of ``blk.3.attn_v.weight``."""
-    return name.removesuffix(".weight").split(".")[-1]
+    """``attn_v`` of ``blk.3.attn_v.weight``; experts have the kinds of a feed-forward part that is alone."""
+    return name.removesuffix(".weight").split(".")[-1].removesuffix("_exps")
 
 
 def _quant(name: str, mix: Mix, shape: Shape) -> Quant:
@@ -278,6 +299,8 @@ def _small(spec: TensorSpec, of: Shape) -> npt.NDArray[np.float64]:
         rate = np.exp(rng.uniform(np.log(0.003), np.log(0.25), shape))
         dt = rng.uniform(-4.0, 0.0, shape)
         return dt if kind == "bias" else -rate / np.log1p(np.exp(dt))
+    if kind == _ROUTER:
+        return rng.normal(0.0, 1.0 / shape[-1] ** 0.5, shape)
     if of.sliding is not None and kind in POST_NORMS:
         return rng.normal(_POST_NORM, _POST_NORM / 10, shape)
     if of.sliding is not None and kind == "output_norm":   # signs keep the head from guessing the token it has read

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, cast
 
 import numpy as np
 
 from kvs_core.device.base import (
+    Activation,
     AttentionParams,
     Buffer,
     Device,
     ExpertWeights,
     Joined,
+    ModelDevice,
     RopeTable,
     Weight,
     WeightPart,
 )
 from kvs_core.errors import DeviceError, ModelFileError
-from kvs_core.formats.gguf import GgufFile, TensorInfo
+from kvs_core.formats.gguf import GgufFile, TensorInfo, split_experts
 from kvs_core.formats.quants import can_dequantize
 from kvs_core.models.blocks import Attention, Experts, FeedForward
 from kvs_core.models.spec import ExpertSpec, LayerSpec, ModelSpec, TensorSpec
@@ -76,25 +77,14 @@ def layer_of(name: str) -> int:
     return int(parts[1]) if parts[0] == "blk" else -1
 
 
-def split_experts(info: TensorInfo) -> Iterator[TensorInfo]:
-    """The matrices [n_in, n_out] of a tensor [n_in, n_out, n], which lie one behind the other."""
-    n_in, n_out, count = info.shape
-    size = info.n_bytes // count
-    for number in range(count):
-        yield replace(
-            info, name=f"{info.name}[{number}]", shape=(n_in, n_out), n_elements=n_in * n_out, n_bytes=size,
-            data=info.data[number * size : (number + 1) * size],
-        )
-
-
 class Loader:
     """Loads tensors of a checked file by name.
 
     parts  those that pass through the arena, by layer, in order of use
     """
 
-    def __init__(self, file: GgufFile, device: Device, passing: Collection[int] = ()) -> None:
-        """``passing``: layers whose matrices do not stay on the device."""
+    def __init__(self, file: GgufFile, device: ModelDevice, passing: Collection[int] = ()) -> None:
+        """``passing``: layers whose matrices do not stay on the device, which is a whole ``Device`` then."""
         self._file = file
         self._device = device
         self._passing = frozenset(passing)
@@ -140,17 +130,18 @@ class Loader:
         """The matrices of one part of a layer, each as in ``matrix``: mixers come before feed-forwards."""
         if layer not in self._passing:
             return [self.matrix(*stems) for stems in matrices]
+        device = cast(Device, self._device)
         joined = [self._joined(stems) for stems in matrices]
-        size = self._device.part_bytes(info for infos, _ in joined for info in infos)
+        size = device.part_bytes(info for infos, _ in joined for info in infos)
         try:
-            home = self._device.allocate_pinned(size)
+            home = device.allocate_pinned(size)
         except (DeviceError, MemoryError) as error:
             held = sum(part.home.nbytes for parts in self.parts.values() for part in parts)
             raise DeviceError(
                 f"no pinned host memory for {size / MIB:.1f} MiB more of weights that do not stay on the device "
                 f"({held / MIB:.0f} MiB held); raise --gpu-layers, or end other programs"
             ) from error
-        part = self._device.load_part(joined, home)
+        part = device.load_part(joined, home)
         self.parts.setdefault(layer, []).append(part)
         return part.weights
 
@@ -198,7 +189,9 @@ class Loader:
         """The feed-forward part of a layer, or its experts, behind the norm of that name."""
         block = f"blk.{layer.index}"
         if spec.experts is not None:
-            return Experts(self.vector(f"{block}.{norm}.weight"), self._experts(spec.experts, block))
+            return Experts(
+                self.vector(f"{block}.{norm}.weight"), self._experts(spec.experts, block, spec.activation)
+            )
         gate_up, down = self.part(layer.index, [f"{block}.ffn_gate", f"{block}.ffn_up"], [f"{block}.ffn_down"])
         return FeedForward(
             norm=self.vector(f"{block}.{norm}.weight"),
@@ -208,20 +201,18 @@ class Loader:
             post_norm=self.vector(f"{block}.{POST_NORMS[1]}.weight") if spec.post_norms else None,
         )
 
-    def _experts(self, experts: ExpertSpec, block: str) -> ExpertWeights:
+    def _experts(self, experts: ExpertSpec, block: str, activation: Activation) -> ExpertWeights:
         stems = ("ffn_gate_up",) if experts.joined else ("ffn_gate", "ffn_up")
-        parts = [split_experts(self._info(f"{block}.{stem}_exps.weight")) for stem in stems]
         shared = experts.n_shared > 0
         return ExpertWeights(
             router=self.matrix(f"{block}.ffn_gate_inp"),
             used=experts.used,
-            gate_up=tuple(self._device.load_matrix(infos) for infos in zip(*parts, strict=True)),
-            down=tuple(
-                self._device.load_matrix([info]) for info in split_experts(self._info(f"{block}.ffn_down_exps.weight"))
-            ),
+            gate_up=self._device.load_experts([self._info(f"{block}.{stem}_exps.weight") for stem in stems]),
+            down=self._device.load_experts([self._info(f"{block}.ffn_down_exps.weight")]),
             shared_gate=self.vector(f"{block}.ffn_gate_inp_shexp.weight") if shared else None,
             shared_gate_up=self.matrix(f"{block}.ffn_gate_shexp", f"{block}.ffn_up_shexp") if shared else None,
             shared_down=self.matrix(f"{block}.ffn_down_shexp") if shared else None,
+            activation=activation,
         )
 
     def _vector_if(self, name: str) -> Buffer | None:

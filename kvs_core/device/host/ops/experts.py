@@ -37,7 +37,7 @@ def add_experts(
 
     def feed_forward(rows: Buffer, gate_up: Weight, down: Weight) -> Buffer:
         hidden = np.empty((len(rows), down.n_in), np.float32)
-        gated(multiply(rows, gate_up), hidden)
+        gated(multiply(rows, gate_up), hidden, weights.activation)
         return multiply(hidden, down)
 
     y = np.empty_like(x)
