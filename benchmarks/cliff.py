@@ -22,12 +22,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-MODELS = {"qwen2.5-14b:q4_k": 65536, "gemma4-26b-a4b:q4_k": 262144}
+MODELS = {"qwen2.5-14b:q4_k": 65536, "gemma4-31b:q4_k": 131072}
 """With the context of each."""
 
-POINTS = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0, 1.15, 1.5, 2.0, 3.0, 5.0)
+POINTS = (0.25, 0.5, 0.75, 0.9, 1.0, 1.15, 1.5, 2.0, 3.0)
 STEPS = 24
-_RING_MIB = 70   # about what the ring takes of an arena
+_FIRST_SHARE = 1.5   # of the point that tells how much of an arena is not for resident pages
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ class Point:
         return "short" if slow or hidden else "ok"
 
 
-def measure(model: str, context: int, arena_mib: int | None, h2d: float) -> tuple[Point, int]:
-    """A point, and the size of its arena in MiB; without ``arena_mib`` all pages are resident."""
+def measure(model: str, context: int, arena_mib: int | None, h2d: float) -> Point:
+    """A point; without ``arena_mib`` all pages are resident."""
     from benchmarks.gpu import runs
     from kvs_core.engine.measuring import without_copies
     from kvs_core.models.synthetic import synthetic_model
@@ -76,12 +76,11 @@ def measure(model: str, context: int, arena_mib: int | None, h2d: float) -> tupl
         stats = engine.report().stats
         link_ms = both.streamed_bytes / h2d * 1e3
         limit_ms = max(kernels.gpu_ms, link_ms)
-        size = engine.memory.arena_bytes >> 20
         return Point(
-            model, context, size, stats.resident_pages, stats.ring_slots, both.streamed_bytes / 2**20, both.copies,
+            model, context, engine.memory.arena_bytes >> 20, stats.resident_pages, stats.ring_slots, both.streamed_bytes / 2**20, both.copies,
             both.gpu_ms, kernels.gpu_ms, link_ms, limit_ms, both.gpu_ms / limit_ms, link_ms / kernels.gpu_ms,
             1e3 / both.wall_ms,
-        ), size
+        )
 
 
 def sweep(models: list[str], shares: list[float], folder: Path) -> None:
@@ -96,25 +95,30 @@ def sweep(models: list[str], shares: list[float], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "machine.json").write_text(json.dumps(machine, indent=1) + "\n")
     points: list[Point] = []
+
+    def add(point: Point) -> None:
+        points.append(point)
+        print(
+            f"{point.model:20} {point.link_share:5.2f}: {point.streamed_mib_per_step:8.1f} MiB/step, "
+            f"step {point.step_ms:7.3f} ms, launches {point.kernels_ms:7.3f}, link {point.link_ms:7.3f}: "
+            f"{point.step_over_limit:.3f} {point.verdict}", flush=True,
+        )
+        with (folder / "cliff.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, [each.name for each in fields(Point)])
+            writer.writeheader()
+            writer.writerows(asdict(each) for each in points)
+
     print(f"{machine['gpu']}, pinned H2D {rates.h2d / 1e9:.1f} GB/s; models are synthetic", flush=True)
     for model in models:
         context = MODELS[model]
-        first, full = measure(model, context, None, rates.h2d)
+        alone = measure(model, context, None, rates.h2d)
+        mib_per_share = alone.kernels_ms / 1e3 * rates.h2d / 2**20
+        # What is streamed and the arena are one sum, as long as the ring is.
+        first = measure(model, context, int(alone.arena_mib - _FIRST_SHARE * mib_per_share), rates.h2d)
+        whole_mib = first.arena_mib + first.streamed_mib_per_step
+        add(alone)
         for share in shares:
-            point = first
-            if share:
-                streamed_mib = share * first.kernels_ms / 1e3 * rates.h2d / 2**20
-                point, _ = measure(model, context, max(int(full - streamed_mib) + _RING_MIB, 64), rates.h2d)
-            points.append(point)
-            print(
-                f"{model:22} {share:5.2f}: {point.streamed_mib_per_step:8.1f} MiB/step, step {point.step_ms:7.3f} ms, "
-                f"launches {point.kernels_ms:7.3f}, link {point.link_ms:7.3f}: {point.step_over_limit:.3f} "
-                f"{point.verdict}", flush=True,
-            )
-            with (folder / "cliff.csv").open("w", newline="") as file:
-                writer = csv.DictWriter(file, [each.name for each in fields(Point)])
-                writer.writeheader()
-                writer.writerows(asdict(each) for each in points)
+            add(measure(model, context, int(whole_mib - share * mib_per_share), rates.h2d))
 
 
 def plot(folder: Path) -> None:

@@ -1,6 +1,6 @@
 """Is the CUDA engine right, and how near is it to what the GPU and the link can do?
 
-    python benchmarks/gpu_check.py [--tests] [--parts resident,streamed,prefill] [--path sm_80] [--output FILE.json]
+    python benchmarks/gpu_check.py [--tests] [--parts resident,streamed,weights,...] [--path sm_80] [--output FILE.json]
 
 ``--tests`` first runs the kernel and engine tests on the GPU. ``--path sm_80`` checks the kernels of older GPUs on this
 one (KVS_CUDA_PATH), with marks and, unless they are named, parts of its own. Speeds are of synthetic Qwen3.5-27B models
@@ -38,6 +38,7 @@ from kvs_core.engine.measuring import without_copies  # noqa: E402
 from kvs_core.errors import SettingsError  # noqa: E402
 from kvs_core.formats.gguf import GgufFile  # noqa: E402
 from kvs_core.formats.tokenizer import Tokenizer  # noqa: E402
+from kvs_core.models.registry import read_spec  # noqa: E402
 from kvs_core.models.synthetic import synthetic_model  # noqa: E402
 from kvs_core.settings.drafters import ModelDraftSettings, SpeculativeSettings  # noqa: E402
 
@@ -122,6 +123,22 @@ def streamed(rates: Rates, report: Report) -> None:
             if both.streamed_bytes:
                 report(Line(f"{name}: H2D rate / probed", both.streamed_bytes / both.gpu_ms * 1e3 / rates.h2d, 0.96))
             report(Line(f"{name}: host ms per step", both.host_ms, 1.0, True))
+
+
+def weights(rates: Rates, report: Report) -> None:
+    """Decode with the weights of half of the layers in host memory."""
+    file = synthetic_model(f"{MODEL}:q4_k")
+    layers = read_spec(file).n_layer
+    with runs.engine_on(file, context=8192, ubatch=512, gpu_layers=1 + layers // 2) as engine:
+        runs.fill(engine, 4096)
+        both = runs.decode(engine, 1, 12)
+        with without_copies(engine):
+            kernels = runs.decode(engine, 1, 12)
+        passing = engine.weights_report()
+        link_ms = both.streamed_bytes / rates.h2d * 1e3
+        detail = {"both": asdict(both), "kernels": asdict(kernels), "weights": asdict(passing), "link_ms": link_ms}
+        report(Line(f"weights of {len(passing.passing)} of {layers} layers streamed: step / max(kernels, link)",
+                    both.gpu_ms / max(kernels.gpu_ms, link_ms), 1.05, True, detail))
 
 
 def prefill(rates: Rates, report: Report) -> None:
@@ -212,7 +229,7 @@ def given_texts(n_vocab: int) -> Iterator[tuple[str, list[int], list[int]]]:
 
 
 PARTS: dict[str, Callable[[Rates, Report], None]] = {
-    "resident": resident, "streamed": streamed, "prefill": prefill,
+    "resident": resident, "streamed": streamed, "weights": weights, "prefill": prefill,
     "speculation": speculation,
 }
 
