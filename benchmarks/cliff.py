@@ -77,7 +77,8 @@ def measure(model: str, context: int, arena_mib: int | None, h2d: float) -> Poin
         link_ms = both.streamed_bytes / h2d * 1e3
         limit_ms = max(kernels.gpu_ms, link_ms)
         return Point(
-            model, context, engine.memory.arena_bytes >> 20, stats.resident_pages, stats.ring_slots, both.streamed_bytes / 2**20, both.copies,
+            model, context, engine.memory.arena_bytes >> 20, stats.resident_pages, stats.ring_slots,
+            both.streamed_bytes / 2**20, both.copies,
             both.gpu_ms, kernels.gpu_ms, link_ms, limit_ms, both.gpu_ms / limit_ms, link_ms / kernels.gpu_ms,
             1e3 / both.wall_ms,
         )

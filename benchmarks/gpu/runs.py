@@ -40,7 +40,7 @@ def engine_on(
     file: GgufFile, *, context: int, ubatch: int, arena_mib: int | None = None, drafting: Drafting = NO_DRAFTING,
     gpu_layers: int | None = None,
 ) -> Iterator[Engine]:
-    """An engine of its own. Without ``arena_mib`` the arena holds every page, without ``gpu_layers`` all weights stay."""
+    """An engine of its own. Without ``arena_mib`` the arena holds every page; without ``gpu_layers`` weights stay."""
     kv = KvSettings(type_k="q8_0", type_v="q4_0", arena_mib=arena_mib, fit=False)
     engine = Engine(
         file, CudaDevice(CupyRuntime()), context=ContextSettings(ctx_size=context, ubatch=ubatch, batch=ubatch), kv=kv,
