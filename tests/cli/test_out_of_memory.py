@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from kvs_cli import open_model
+from kvs_cli.commands import run
 from kvs_core.device import pageable
 from kvs_core.device.base import Device
 from kvs_core.device.cuda.device import CudaDevice
@@ -74,17 +75,17 @@ def test_every_allocation_of_a_gpu_may_fail(
     machine = machine_of(machine_name)
     watched: list[Watched] = []
 
-    def run(number: int) -> Ended:
+    def fail(number: int) -> Ended:
         runtime = machine.runtime()
         watched.append(runtime)
         setattr(runtime, "fail_at" if kind == "device" else "fail_pinned_at", number)
         return run_on(kvs, monkeypatch, lambda: _device(machine, runtime), model, "-n", 3, "--spec-type", "draft-mtp")
 
-    expected = run(0)
+    expected = fail(0)
     assert expected.code == 0, expected.err
     most = watched[0].allocations if kind == "device" else watched[0].pinnings
     assert most > 15
-    errors, warnings = sweep(run, expected, most)
+    errors, warnings = sweep(fail, expected, most)
     if kind == "device":
         assert len(errors) == most
         for purpose in ("weights", "recurrent state", "the arena", "step tables", "plan tables", "tokens of a step"):
@@ -111,16 +112,16 @@ def test_every_allocation_of_the_host_may_fail(kvs: Kvs, monkeypatch: pytest.Mon
     """Arena, recurrent state, history: each ends the run."""
     made: list[HostDevice] = []
 
-    def run(number: int) -> Ended:
+    def fail(number: int) -> Ended:
         def make() -> HostDevice:
             made.append(HostDevice(1, debug=HostDebug(fail_alloc_at=number - 1)))
             return made[-1]
 
         return run_on(kvs, monkeypatch, make, model, "-n", 3)
 
-    expected = run(0)
+    expected = fail(0)
     most = next(made[0]._alloc_numbers)
-    errors, _ = sweep(run, expected, most)
+    errors, _ = sweep(fail, expected, most)
     assert len(errors) == most >= 4
     for purpose in ("the arena", "recurrent state", "KV history"):
         assert any(purpose in line for line in errors), purpose
@@ -151,10 +152,12 @@ def test_text_that_was_written_stays(
 
     monkeypatch.setattr(kind, "allocate_pinned", allocate_pinned)
     monkeypatch.setattr(pageable, "available_ram_bytes", lambda: 0)
+    monkeypatch.setattr(run, "end_text", lambda: run.write_text("\n"))   # as on a terminal
     ended = run_on(kvs, monkeypatch, make, model, *flags)
     assert (whole.code, ended.code) == (0, 1)
-    assert 0 < len(ended.out) < len(whole.out)
-    assert whole.out.startswith(ended.out)
+    assert 1 < len(ended.out) < len(whole.out)
+    assert ended.out.endswith("\n")
+    assert whole.out.startswith(ended.out[:-1])
     assert re.search(
         r"^error: no host memory for .* MiB more of KV history .* of RAM are free\); lower --ctx-size",
         ended.err.splitlines()[-1],
