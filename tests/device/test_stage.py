@@ -24,6 +24,10 @@ from tests.support.tiny_gguf import write_tiny_llama
 SIZE = 1 << 20
 
 
+def device_on(runtime: Any) -> CudaDevice:
+    return CudaDevice(runtime)
+
+
 class LittlePinned(CpuRuntime):
     """Pins pieces of ``most`` bytes at most; ``pinned`` are the sizes. A probe of the link larger than that fails."""
 
@@ -59,8 +63,8 @@ def test_pieces_are_as_large_as_can_be_pinned(
     caplog: pytest.LogCaptureFixture, most: int, pieces: int | None, said: str | None
 ) -> None:
     """Else they are RAM that is not pinned. That is said once, however often they are opened."""
-    runtime = LittlePinned(most)
-    made: Any = Stage(runtime, "a test", 8 * MIB)   # type: ignore[arg-type]
+    runtime: Any = LittlePinned(most)
+    made = Stage(runtime, "a test", 8 * MIB)
     for _ in range(2):
         first, second, again = made.next(), made.next(), made.next()
         assert first is again
@@ -77,8 +81,9 @@ def test_pieces_are_as_large_as_can_be_pinned(
 @pytest.mark.parametrize("most", [1 << 30, MIB, 1000])
 def test_weights_arrive_whatever_can_be_pinned(most: int) -> None:
     """Through large pieces, small ones or none that are pinned: the same bytes."""
-    device = CudaDevice(LittlePinned(1 << 30))   # type: ignore[arg-type]
-    device._runtime.most = most   # type: ignore[attr-defined]
+    runtime = LittlePinned(1 << 30)
+    device = device_on(runtime)
+    runtime.most = most
     values = np.random.default_rng(1).integers(0, 255, 5 * MIB + 17, np.uint8)
     assert (np.asarray(device._files.upload(values)) == values).all()
     device.close()
@@ -88,7 +93,7 @@ def test_a_table_that_cannot_be_pinned_lies_on_the_gpu(tmp_path: Path, caplog: p
     """Its bytes are the same, it counts as weights, and it is said for which tensor."""
     info = GgufFile.open(write_tiny_llama(tmp_path / "m.gguf", seed=1, weight_type="q8_0")).tensors["token_embd.weight"]
     runtime = LittlePinned(1 << 30)
-    device = CudaDevice(runtime)   # type: ignore[arg-type]
+    device = device_on(runtime)
     before, runtime.most = runtime.allocations, info.n_bytes - 1
     table: Any = device.load_table(info)
     assert (np.asarray(table.sections[0].rows) == info.data[:]).all()
@@ -101,7 +106,7 @@ def test_a_table_that_cannot_be_pinned_lies_on_the_gpu(tmp_path: Path, caplog: p
 def test_the_link_is_measured_with_what_can_be_pinned() -> None:
     """64 MiB, or half of it, down to 1 MiB; less is an error."""
     runtime = LittlePinned(1 << 30)
-    device = CudaDevice(runtime)   # type: ignore[arg-type]
+    device = device_on(runtime)
     runtime.most = 1000
     with pytest.raises(DeviceMemoryError, match="a probe of the link"):
         device.link_bytes_per_s()
@@ -115,7 +120,7 @@ def test_the_link_is_measured_with_what_can_be_pinned() -> None:
 def test_what_the_host_waits_for_needs_no_pinned_memory() -> None:
     """Downloads and uploads of any size."""
     runtime = LittlePinned(1 << 30)
-    device = CudaDevice(runtime)   # type: ignore[arg-type]
+    device = device_on(runtime)
     runtime.most = 0
     buffer = device.allocate((1000,), np.float32)
     values = np.arange(1000, dtype=np.float32)
@@ -141,7 +146,8 @@ def test_the_advice_is_of_the_machine(monkeypatch: pytest.MonkeyPatch, caplog: p
     assert ".wslconfig" in pinning_advice(is_wsl=True, is_limited=True)
     assert "--ulimit memlock=-1" in pinning_advice(is_wsl=False, is_limited=True)
     assert "--ctx-size" in pinning_advice(is_wsl=False, is_limited=False)
+    runtime: Any = LittlePinned(0)
     monkeypatch.setattr(stage_module, "pinning_advice_here", lambda: pinning_advice(is_wsl=True, is_limited=False))
     with caplog.at_level(logging.WARNING):
-        Stage(LittlePinned(0), "a test", MIB).open()   # type: ignore[arg-type]
+        Stage(runtime, "a test", MIB).open()
     assert caplog.records[0].getMessage().endswith("; " + pinning_advice(is_wsl=True, is_limited=False))

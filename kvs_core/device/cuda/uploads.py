@@ -15,7 +15,7 @@ from kvs_core.device.cuda.ops.synthetic import DrawBlocks
 from kvs_core.device.cuda.runtime import Runtime
 from kvs_core.device.cuda.stage import Stage
 from kvs_core.device.cuda.streams import CudaStream
-from kvs_core.formats.gguf import TensorInfo
+from kvs_core.formats.gguf import TensorInfo, let_go
 from kvs_core.formats.synthetic_blocks import DrawnBytes
 from kvs_core.units import MIB, Progress, ceil_div
 
@@ -55,7 +55,9 @@ class FileBytes:
         """Fill ``out``, uint8 on the host, with all bytes of a tensor."""
         for start in range(0, out.size, _PIECE_BYTES):
             part = out[start : start + _PIECE_BYTES]
-            self._fill(part, info.data[start : start + part.size])
+            data = info.data[start : start + part.size]
+            self._fill(part, data)
+            let_go(data)
 
     def upload(self, array: np.ndarray) -> Buffer:
         """A small host array on the device for good, same shape and type."""
@@ -84,6 +86,7 @@ class FileBytes:
             piece = self._stage.next()
             part = data[start : start + piece.size]
             self._fill(piece[: part.size], part)
+            let_go(part)   # it counts as memory of this process otherwise
             self._runtime.enqueue_copy(target + start, address(piece), part.size, self._compute.raw)
             self._stage.sent(self._compute.record())
             start += part.size

@@ -18,8 +18,8 @@ from gguf import GGMLQuantizationType
 
 from kvs_core.device.host.machine import available_cores, available_ram_bytes
 from kvs_core.device.shortage import no_ram
-from kvs_core.formats.gguf import TensorInfo
-from kvs_core.formats.quants import dequantize_rows
+from kvs_core.formats.gguf import TensorInfo, let_go
+from kvs_core.formats.quants import dequantize_rows, row_bytes
 from kvs_core.memory.phases import Phase
 from kvs_core.units import MIB, Progress, ceil_div
 
@@ -211,6 +211,8 @@ def _fill(held: Sequence[tuple[TensorInfo, Floats]], progress: Progress | None) 
     def fill(job: tuple[TensorInfo, int, Floats]) -> int:
         info, first, out = job
         dequantize_rows(info, first, len(out), out)
+        size = row_bytes(info.quant, out.shape[1])
+        let_go(info.data, first * size, (first + len(out)) * size)
         return info.n_bytes * out.size // info.n_elements
 
     done = 0
