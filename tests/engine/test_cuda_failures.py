@@ -13,6 +13,7 @@ import pytest
 from kvs_core.device import pageable
 from kvs_core.device.cuda.device import CudaDevice
 from kvs_core.device.shortage import pinning_advice_here
+from kvs_core.engine import captured
 from kvs_core.engine.budget import NO_DRAFTING, Drafting
 from kvs_core.engine.engine import Engine
 from kvs_core.engine.step import Step
@@ -116,6 +117,61 @@ def test_a_capture_that_fails_half_way_has_not_happened(machine: Machine, models
                 step.settle(keep)
         assert built.report().h2d_bytes > 0
     assert got == expected
+
+
+@pytest.mark.parametrize("nextn", [False, True])
+def test_without_memory_for_recordings_the_text_is_the_same(
+    machine: Machine, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    tmp_path: Path, nextn: bool,
+) -> None:
+    """At the end of a capture or half way, of a step or of a draft: what it was for runs as it comes. From the warm-up
+    on, until there is memory again; it is said once."""
+    monkeypatch.setattr(captured, "PAUSE_STEPS", 1)
+    path, kv = models["qwen35"], kv_settings(ring_slots=3, run_pages=2)
+    if nextn:
+        path = write_tiny_qwen35(tmp_path / "mtp.gguf", seed=1, weight_type="q8_0", n_layer=2, interval=2, mtp=True)
+    outcome = []
+    for fails in (False, True):
+        with engine(
+            path, kv=kv, pool=0.1, fixed=True, lower=True, drafting=Drafting(nextn=nextn), device=machine.device
+        ) as built:
+            with pytest.MonkeyPatch.context() as patch:
+                if fails:
+                    patch.setattr(built._device._runtime, "end_capture", no_memory, raising=False)
+                built.warm_up()
+                logits = play(built, [(PREFILL, 64, 64)] * 4)
+                for number, (width, keep) in enumerate(((1, 1), (3, 2), (2, 2), (8, 8), (1, 1), (2, 1), (3, 3))):
+                    if fails and number == 3:
+                        patch.undo()
+                        patch.setattr(built._device.ops, "finish_decode", no_memory_once(built._device))
+                    with built.open(width) as step:
+                        if nextn:
+                            step.draft_next(number)
+                            logits.append(step.logits().tobytes())
+                        step.run(text(built.spec.n_vocab, width, number))
+                        logits.append(step.logits(0).tobytes())
+                        step.settle(keep)
+                assert built.report().h2d_bytes > 0
+                assert built._captured.recorded >= 1
+            outcome.append(logits)
+    assert outcome[0] == outcome[1]
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "steps are not recorded, which is slower, and it is tried again every 1 steps: no memory" in said[0]
+    assert len(said) == 1
+
+
+def no_memory(*given: Any, **named: Any) -> Any:
+    raise DeviceMemoryError("no memory for a graph; make room")
+
+
+def no_memory_once(device: Any) -> Callable[..., Any]:
+    """``finish_decode`` that fails when it is captured first."""
+    calls, do = iter([no_memory]), device.ops.finish_decode
+
+    def call(*given: Any, **named: Any) -> Any:
+        return (next(calls, do) if device._capture.active else do)(*given, **named)
+
+    return call
 
 
 def test_a_launch_that_fails_has_not_happened(
