@@ -16,6 +16,9 @@ Broken invariants of our own are ``AssertionError``: they are bugs, not situatio
 
 from __future__ import annotations
 
+LESS_MEMORY = "lower --ctx-size or --kv-stream-arena-mib, take a smaller --model, or end other programs"
+"""What to do where there is no memory."""
+
 
 class KvsError(Exception):
     """Base of all errors meant for the user: ``str(error)`` is the one line to print."""

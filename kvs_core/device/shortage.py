@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from kvs_core.device.host.machine import available_ram_bytes, is_wsl, locked_limit_bytes, total_ram_bytes
-from kvs_core.errors import DeviceMemoryError
+from kvs_core.errors import LESS_MEMORY, DeviceMemoryError
 from kvs_core.units import MIB, mib_ceil
-
-LESS = "lower --ctx-size or --kv-stream-arena-mib, take a smaller --model, or end other programs"
 
 
 def no_memory(kind: str, purpose: str, size_bytes: int, *, free_bytes: int, total_bytes: int) -> DeviceMemoryError:
     """For ``size_bytes`` of a kind of memory ("GPU memory"), of which so much is free."""
     return DeviceMemoryError(
         f"{mib_ceil(size_bytes)} MiB of {kind} for {purpose} cannot be had: {free_bytes // MIB} of "
-        f"{total_bytes // MIB} MiB are free; {LESS}"
+        f"{total_bytes // MIB} MiB are free; {LESS_MEMORY}"
     )
 
 

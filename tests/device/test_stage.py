@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -80,13 +81,16 @@ def test_pieces_are_as_large_as_can_be_pinned(
 
 @pytest.mark.parametrize("most", [1 << 30, MIB, 1000])
 def test_weights_arrive_whatever_can_be_pinned(most: int) -> None:
-    """Through large pieces, small ones or none that are pinned: the same bytes."""
+    """Through large pieces, small ones or none that are pinned: the same bytes. Loading that is broken off leaves no
+    thread that reads."""
     runtime = LittlePinned(1 << 30)
     device = device_on(runtime)
     runtime.most = most
     values = np.random.default_rng(1).integers(0, 255, 5 * MIB + 17, np.uint8)
     assert (np.asarray(device._files.upload(values)) == values).all()
+    assert any(thread.name.startswith("kvs-read") for thread in threading.enumerate()) == (most > MIB)
     device.close()
+    assert not any(thread.name.startswith("kvs-read") for thread in threading.enumerate())
 
 
 def test_a_table_that_cannot_be_pinned_lies_on_the_gpu(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

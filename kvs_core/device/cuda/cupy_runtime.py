@@ -15,8 +15,8 @@ from kvs_core.device.cuda.driver import OUT_OF_MEMORY
 from kvs_core.device.cuda.kernel import Gemm, Launcher
 from kvs_core.device.cuda.modules import CudaModules
 from kvs_core.device.cuda.runtime import Event, RawStream
-from kvs_core.device.shortage import LESS, no_memory, no_pinned
-from kvs_core.errors import DeviceError, DeviceMemoryError
+from kvs_core.device.shortage import no_memory, no_pinned
+from kvs_core.errors import LESS_MEMORY, DeviceError, DeviceMemoryError
 
 _COPY_DEFAULT = 4   # cudaMemcpyDefault: from the addresses
 
@@ -35,7 +35,7 @@ def _ours(what: str) -> Callable[[Callable[_Args, _Result]], Callable[_Args, _Re
                 return method(*args, **kwargs)
             except RuntimeError as error:
                 if getattr(error, "status", None) == OUT_OF_MEMORY:
-                    raise DeviceMemoryError(f"CUDA has no memory for {what} ({error}); {LESS}") from error
+                    raise DeviceMemoryError(f"CUDA has no memory for {what} ({error}); {LESS_MEMORY}") from error
                 raise DeviceError(f"CUDA failed in {what}: {error}") from error
 
         return call

@@ -7,8 +7,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from kvs_core.device.shortage import LESS
-from kvs_core.errors import DeviceError, DeviceMemoryError
+from kvs_core.errors import LESS_MEMORY, DeviceError, DeviceMemoryError
 
 INVALID_CONTEXT = 201
 OUT_OF_MEMORY = 2   # the runtime has the same number for it
@@ -110,5 +109,5 @@ class Driver:
             self.library.cuGetErrorString(status, ctypes.byref(text))
             meaning = (text.value or b"unknown error").decode()
             if status == OUT_OF_MEMORY:
-                raise DeviceMemoryError(f"CUDA has no memory for {what}: {meaning} ({status}); {LESS}")
+                raise DeviceMemoryError(f"CUDA has no memory for {what}: {meaning} ({status}); {LESS_MEMORY}")
             raise DeviceError(f"CUDA failed in {what}: {meaning} ({status})")
