@@ -153,6 +153,7 @@ def _room(settings: ServeSettings, model: OpenModel, engine: Engine) -> Room:
     return Room(
         Conversation(session, key, cache.folder, parked),
         model.tokenizer, Metrics(), speculative=settings.engine.speculative, special=settings.replies.special,
+        shifts=settings.engine.context.shift,
     )
 
 
@@ -167,6 +168,7 @@ def _defaults(settings: ServeSettings, model: OpenModel, grammars: GrammarCompil
         grammar=constraint.grammar or "",
         json_schema=constraint.schema,
         cache_prompt=settings.cache.reuse,
+        n_keep=settings.engine.context.keep,
         ping_s=settings.listen.ping_s,
         thought_limit=replies.thought_limit,
         thought_message=replies.thought_message,

@@ -13,7 +13,7 @@ Absent here: which page is where (paging), when to move it (streaming), what a l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
@@ -263,15 +263,17 @@ class ExpertWeights:
     shared_gate     [E]; None, as the two below, where no expert is shared
     shared_gate_up  [2 Fs, E]
     shared_down     [E, Fs]
+    activation      of the gates
     """
 
     router: Weight
     used: int
-    gate_up: Sized
-    down: Sized
+    gate_up: Any
+    down: Any
     shared_gate: Buffer | None
     shared_gate_up: Weight | None
     shared_down: Weight | None
+    activation: Activation = Activation.SILU
 
     def __post_init__(self) -> None:
         assert 0 < self.used <= self.router.n_out == len(self.gate_up) == len(self.down)
@@ -394,10 +396,7 @@ class Ops(Protocol):
         """
         ...
 
-    def add_experts(
-        self, x: Buffer, norm: Buffer, weights: ExpertWeights, *, eps: float, phase: Phase,
-        activation: Activation = Activation.SILU,
-    ) -> None:
+    def add_experts(self, x: Buffer, norm: Buffer, weights: ExpertWeights, *, eps: float, phase: Phase) -> None:
         """x += sum over a row's experts e of w_e f_e(y), then sigmoid(y . shared_gate) f_shared(y), y = rms(x) * norm.
 
         f(y) = down(activation(gate(y)) * up(y)), with the matrices of that expert. A row's experts are the ``used``
@@ -482,6 +481,19 @@ class Ops(Protocol):
 
     def log_sums(self, sums: np.ndarray) -> np.ndarray:
         """Of ``prefill_sums``, downloaded: ln of the sum of exp(score) over the keys added, float64 [T, H]."""
+        ...
+
+    def shift_rows(
+        self, pages: Sequence[np.ndarray], params: AttentionParams, geometry: PageGeometry, *, keep: int, discard: int,
+        tokens: int,
+    ) -> None:
+        """Drop the rows [keep, keep + discard) of an attention layer, and move those behind them down, in the history.
+
+        pages   all of the layer that hold ``tokens`` rows, uint8 [page_bytes] each, in host memory. No copy from or to
+                them may be on its way.
+        A key that moves is turned back by ``discard`` positions and stored anew; a value's bytes are moved. Blocks.
+        Rows below ``keep``, and those from ``tokens - discard`` on, stay as they are.
+        """
         ...
 
     def zero_page(self, pool: Buffer, geometry: PageGeometry, slot: int) -> None:
@@ -579,7 +591,7 @@ class ModelDevice(Protocol):
         """Matrices of GGUF shapes [n_in, n_out], joined, to be multiplied. ``biases``: none, or one entry each."""
         ...
 
-    def load_experts(self, infos: Sequence[TensorInfo]) -> Sized:
+    def load_experts(self, infos: Sequence[TensorInfo]) -> Any:
         """Tensors of GGUF shapes [n_in, n_out, experts] as a matrix for each expert, its rows of all of them joined.
 
         For ``ExpertWeights``.

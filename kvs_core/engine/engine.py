@@ -15,7 +15,9 @@ Leaving the block without ``settle`` drops the step's rows. One sequence at a ti
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -27,10 +29,11 @@ from kvs_core.engine.captured import CapturedSteps
 from kvs_core.engine.checkpoints import Checkpoint, ParkedSequence
 from kvs_core.engine.step import Kept, Step, StepParts
 from kvs_core.engine.tiles import TileRoom
+from kvs_core.errors import CapabilityError
 from kvs_core.formats.gguf import GgufFile
 from kvs_core.memory.arena import Arena
 from kvs_core.memory.phases import Phase
-from kvs_core.models.recurrent import MAX_ROWS, RecurrentState
+from kvs_core.models.recurrent import MAX_ROWS, RecurrentState, StateSnapshot
 from kvs_core.models.registry import load_model, read_spec
 from kvs_core.models.spec import ModelSpec
 from kvs_core.settings.rooms import ContextSettings, KvSettings, RopeSettings
@@ -83,6 +86,8 @@ class Engine:
         self._drafting = drafting
         spec = read_spec(file, rope)
         drafting.check(spec)
+        if context.shift:
+            _check_can_forget(spec)
         plan = partial(
             plan_budget, spec, context, kv, arena_bytes=arena_bytes, pool_bytes=pool_bytes,
             device=BudgetDevice.of(device), drafting=drafting,
@@ -175,6 +180,26 @@ class Engine:
         if self._model.nextn is not None:
             self._device.ops.clear(self._model.nextn.hidden[:1])   # nothing stands before the first row
         self._kept.rows = 0
+
+    def shift(self, keep: int, discard: int) -> None:
+        """Drop the rows of the tokens [keep, keep + discard), and move those behind them down. Blocks; between steps.
+
+        Keys are turned to their new positions in the history; what stays on the device comes back with the next step.
+        If it fails, ``rewind(0)`` has to come first.
+        """
+        tokens = self.committed
+        assert self.can_rewind, "a recurrent state cannot forget what it has read"
+        assert 0 <= keep <= keep + discard <= tokens, (keep, discard, tokens)
+        self._kv.drain()
+        self._captured.forget()
+        self.rewind(0)
+        count = self.geometry.pages_of(tokens)
+        shift = partial(self._device.ops.shift_rows, geometry=self.geometry, keep=keep, discard=discard, tokens=tokens)
+        pages = [[self._kv.room_for(layer, page) for page in range(count)] for layer in range(self._kv.layers)]
+        with ThreadPoolExecutor(os.cpu_count(), "kvs-shift") as threads:
+            list(threads.map(shift, pages, self._model.attention))
+        self._kv.restore(tokens - discard)
+        self._be_at(Checkpoint(StateSnapshot(tokens - discard, {}), None))
 
     def checkpoint(self) -> Checkpoint:
         """What is needed, beside the history, to come back to the committed tokens. Blocks; between steps."""
@@ -328,3 +353,11 @@ class Engine:
             self._device.close()
         finally:
             self._kv.close()
+
+
+def _check_can_forget(spec: ModelSpec) -> None:
+    if spec.recurrent_layers:
+        raise CapabilityError(
+            f"--context-shift: {spec.name} has {len(spec.recurrent_layers)} recurrent layers, whose state cannot "
+            "forget single tokens; leave it out and use a larger --ctx-size"
+        )

@@ -155,13 +155,10 @@ class Experts:
 
     norm: Buffer
     weights: ExpertWeights
-    activation: Activation = Activation.SILU
 
     def add_to(self, step: Step) -> None:
         """x += what the experts make of rms(x, norm)"""
-        step.ops.add_experts(
-            step.x, self.norm, self.weights, eps=step.eps, phase=step.batch.phase, activation=self.activation
-        )
+        step.ops.add_experts(step.x, self.norm, self.weights, eps=step.eps, phase=step.batch.phase)
 
 
 def attention_columns(layer: LayerSpec) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvs_core.device.base import AttentionParams, Buffer, ExpertWeights, ModelDevice, RopeTable, Weight
+from kvs_core.device.base import Activation, AttentionParams, Buffer, ExpertWeights, ModelDevice, RopeTable, Weight
 from kvs_core.errors import ModelFileError
 from kvs_core.formats.gguf import GgufFile, TensorInfo, split_experts
 from kvs_core.formats.quants import can_dequantize
@@ -143,7 +143,9 @@ class Loader:
         """The feed-forward part of a layer, or its experts, behind the norm of that name."""
         block = f"blk.{layer.index}"
         if spec.experts is not None:
-            return Experts(self.vector(f"{block}.{norm}.weight"), self._experts(spec.experts, block), spec.activation)
+            return Experts(
+                self.vector(f"{block}.{norm}.weight"), self._experts(spec.experts, block, spec.activation)
+            )
         return FeedForward(
             norm=self.vector(f"{block}.{norm}.weight"),
             gate_up=self.matrix(f"{block}.ffn_gate", f"{block}.ffn_up"),
@@ -152,7 +154,7 @@ class Loader:
             post_norm=self.vector(f"{block}.{POST_NORMS[1]}.weight") if spec.post_norms else None,
         )
 
-    def _experts(self, experts: ExpertSpec, block: str) -> ExpertWeights:
+    def _experts(self, experts: ExpertSpec, block: str, activation: Activation) -> ExpertWeights:
         stems = ("ffn_gate_up",) if experts.joined else ("ffn_gate", "ffn_up")
         shared = experts.n_shared > 0
         return ExpertWeights(
@@ -163,6 +165,7 @@ class Loader:
             shared_gate=self.vector(f"{block}.ffn_gate_inp_shexp.weight") if shared else None,
             shared_gate_up=self.matrix(f"{block}.ffn_gate_shexp", f"{block}.ffn_up_shexp") if shared else None,
             shared_down=self.matrix(f"{block}.ffn_down_shexp") if shared else None,
+            activation=activation,
         )
 
     def _vector_if(self, name: str) -> Buffer | None:

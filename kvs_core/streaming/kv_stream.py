@@ -323,13 +323,14 @@ class KvStream:
     def lie(self, layer: int) -> Lie:
         """For ``StepPlans``."""
         streamed = self._config.streamed(self._state.cuts[layer])
-        runs = self.streamer.schedule.by_layer[layer] if self.streamer.schedule.runs else ()
+        schedule = self.streamer.schedule
+        runs, batches = (schedule.by_layer[layer], schedule.batches(layer)) if schedule.runs else ((), ())
         first = self._firsts[layer]
         newest = range(max(first, streamed.stop), self._pages)
         slots = [_NO_SLOT] * first + self._table.slots_of(layer, range(streamed.start))
         slots += [slot for run in runs for slot in run.slots]
         slots += self._table.slots_of(layer, newest)
-        chunks = [Chunk(run.page_range, run) for run in runs]
+        chunks = [Chunk(run.page_range, run, batch) for run, batch in zip(runs, batches, strict=True)]
         if streamed.start > 0:
             chunks.insert(0, Chunk(range(streamed.start)))
         chunks.append(Chunk(newest))

@@ -65,8 +65,8 @@ class Bench:
 
     def __init__(
         self, lab: Any, *, count: int, used: int, n: int, ffn: int, shared: int = 0, joined: bool = False,
-        types: tuple[Quant, Quant, Quant] = (Quant.Q8_0,) * 3, router: Quant = Quant.F32, seed: int = 0,
-        rows: int = MAX_ROWS,
+        activation: Activation = Activation.SILU, types: tuple[Quant, Quant, Quant] = (Quant.Q8_0,) * 3,
+        router: Quant = Quant.F32, seed: int = 0, rows: int = MAX_ROWS,
     ) -> None:
         self.lab, self.n = lab, n
         gate, up, down = types
@@ -91,20 +91,21 @@ class Bench:
             router=self.store.load([chooser]), used=used, gate_up=self.store.load_experts(tensors),
             down=self.store.load_experts([downs]), shared_gate=lab.array(gate_row) if shared else None,
             shared_gate_up=self.store.load(parts[:2]) if shared else None,
-            shared_down=self.store.load(parts[2:]) if shared else None,
+            shared_down=self.store.load(parts[2:]) if shared else None, activation=activation,
         )
         self.host = ExpertWeights(
             router=on_host(chooser), used=used,
             gate_up=[on_host(*each) for each in zip(*map(split_experts, tensors), strict=True)],
             down=[on_host(each) for each in split_experts(downs)], shared_gate=gate_row if shared else None,
             shared_gate_up=on_host(*parts[:2]) if shared else None, shared_down=on_host(*parts[2:]) if shared else None,
+            activation=activation,
         )
         self._sizes = StepSizes(
             rows=rows, n_embd=n, widest_in=max(n, shared), widest_out=max(n, 2 * shared), n_vocab=32, heads=0,
             kv_heads=0, k_dim=0, experts=ExpertSizes(count, used, ffn, shared),
         )
 
-    def run(self, x: np.ndarray, phase: Phase, activation: Activation = Activation.SILU) -> np.ndarray:
+    def run(self, x: np.ndarray, phase: Phase) -> np.ndarray:
         """Rows with what the experts add, on the device; beside rows that are none of theirs."""
         context = self.lab.context(len(x), phase=phase)
         matmul = DecodeMatmul(context)
@@ -113,22 +114,20 @@ class Bench:
         specs = [spec for part in (matmul, prefill, ops) for spec in part.scratch(phase, self._sizes)]
         context.scratch = {spec.name: self.lab.empty(spec.shape, spec.dtype) for spec in specs}
         rows = self.lab.array(x)
-        ops.add(rows, self.lab.array(self.norm), self.weights, eps=EPS, phase=phase, activation=activation)
+        ops.add(rows, self.lab.array(self.norm), self.weights, eps=EPS, phase=phase)
         return self.lab.host(rows)
 
-    def check(self, x: np.ndarray, phase: Phase, activation: Activation = Activation.SILU) -> None:
+    def check(self, x: np.ndarray, phase: Phase) -> None:
         """Near to the host."""
         expected, team = x.copy(), Team(1)
         try:
-            add_experts(
-                expected, self.norm, self.host, eps=EPS, phase=phase, team=team, activation=activation
-            )
+            add_experts(expected, self.norm, self.host, eps=EPS, phase=phase, team=team)
         finally:
             team.close()
         most = np.abs(expected - x).max()
         half = phase is PREFILL and self.weights.shared_gate is not None
         assert most > 0.05
-        off = np.abs(self.run(x, phase, activation) - expected).max() / most
+        off = np.abs(self.run(x, phase) - expected).max() / most
         assert off < (HALF_TOLERANCE if half else TOLERANCE), f"{off:.2e}"
 
 
@@ -139,6 +138,8 @@ def rows_of(rows: int, n: int, seed: int = 9) -> np.ndarray:
 @pytest.mark.parametrize("quant", [*RECORD_TYPES, *ROW_TYPES], ids=lambda quant: quant.name)
 def test_experts_of_any_type(lab: Any, quant: Quant) -> None:
     """As on the host, in decode and in prefill, with tails where the type has them."""
+    if not lab.on_gpu and quant not in (Quant.Q4_K, Quant.Q5_K, Quant.Q6_K, Quant.IQ4_XS, Quant.Q2_K):
+        pytest.skip("for a GPU alone: other types are met below")
     wide = quant in (Quant.Q2_K, Quant.Q3_K, Quant.Q4_K, Quant.Q5_K, Quant.Q6_K, Quant.IQ4_XS)
     n, ffn = (256, 256) if wide else (288, 32)
     if lab.on_gpu:
@@ -153,6 +154,7 @@ def test_experts_of_any_type(lab: Any, quant: Quant) -> None:
 @pytest.mark.parametrize(
     "case",
     [
+        {},
         {"joined": True},
         {"types": (Quant.Q4_0, Quant.Q8_0, Quant.F16)},
         {"types": (Quant.F16, Quant.F32, Quant.Q5_1), "router": Quant.Q8_0},
@@ -163,8 +165,10 @@ def test_experts_of_any_type(lab: Any, quant: Quant) -> None:
 )
 def test_experts_of_any_form(lab: Any, case: dict[str, Any], activation: Activation, phase: Phase) -> None:
     """Gates and ups side by side, one behind the other, of two types; with a shared expert; with other routers."""
-    bench = Bench(lab, count=6, used=3, n=64, ffn=32, seed=3, rows=20, **case)
-    bench.check(rows_of(5 if phase is DECODE else 20, 64), phase, activation)
+    if not lab.on_gpu and activation is Activation.GELU and case.get("types"):
+        pytest.skip("for a GPU alone: the stand-in is slow")
+    bench = Bench(lab, count=6, used=3, n=64, ffn=32, seed=3, rows=20, activation=activation, **case)
+    bench.check(rows_of(5 if phase is DECODE else 20, 64), phase)
 
 
 @pytest.mark.parametrize(("count", "used"), [(1, 1), (4, 4), (130, 8), (300, 2)])
@@ -249,22 +253,21 @@ def test_sizes_without_a_kernel_are_refused(lab: Any) -> None:
     assert store.held_bytes == 0
 
 
-def test_what_is_launched_was_made_ready(lab: Any) -> None:
-    """A model's kernels are those that its steps launch; and ``instances`` names no others."""
-    everything = set(instances(90))
-    for case in ({"joined": True}, {"types": (Quant.F16, Quant.Q4_0, Quant.Q8_0)}, {"shared": 32}):
-        bench = Bench(lab, count=3, used=2, n=64, ffn=32, **case)   # type: ignore[arg-type]
-        launched = set()
-        inner = bench.lab.launcher.launch
+@pytest.mark.parametrize(
+    "case", [{"joined": True}, {"types": (Quant.F16, Quant.Q4_0, Quant.Q8_0)}, {"shared": 32}], ids=str
+)
+def test_what_is_launched_was_made_ready(lab: Any, case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model's kernels are those that its steps launch, no more, and all are among the family's."""
+    bench = Bench(lab, count=3, used=2, n=64, ffn=32, **case)
+    launched, launch = set(), lab.launcher.launch
 
-        def note(kernel: Any, *args: Any, inner: Any = inner, seen: set[Any] = launched, **options: Any) -> None:
-            seen.add(kernel)
-            inner(kernel, *args, **options)
+    def note(kernel: Any, *args: Any, **options: Any) -> None:
+        launched.add(kernel)
+        launch(kernel, *args, **options)
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(bench.lab.launcher, "launch", note)
-            for phase in Phase:
-                bench.run(rows_of(2, 64), phase)
-        ready = set(kernels_for(bench.store.stacks, Activation.SILU))
-        assert {kernel for kernel in launched if kernel.source.startswith("experts")} <= ready & (everything | ready)
-        assert {kernel for kernel in ready if kernel.source.startswith("experts")} <= launched & everything
+    monkeypatch.setattr(lab.launcher, "launch", note)
+    for phase in Phase:
+        bench.run(rows_of(2, 64), phase)
+    ready = [kernel for kernel in kernels_for(bench.store.stacks, Activation.SILU) if "experts" in kernel.source]
+    assert {kernel for kernel in launched if "experts" in kernel.source} == set(ready)
+    assert set(ready) <= set(instances(90))

@@ -42,6 +42,7 @@ from kvs_core.device.cuda.ops.write_kv import WriteKv
 from kvs_core.device.cuda.plan import DevicePlan
 from kvs_core.device.cuda.steps import PlanTables
 from kvs_core.device.cuda.weights import CudaWeight, ExpertStack, Upload
+from kvs_core.device.host.ops import kv_shift
 from kvs_core.device.workspace import BufferSpec, Workspace
 from kvs_core.memory.phases import Phase
 from kvs_core.paging.geometry import KvType, PageGeometry, PageOrder
@@ -186,12 +187,9 @@ class CudaOps:
         family = self._matmul if phase is Phase.DECODE else self._prefill_matmul
         family.add_normed(rows, weight, norm, x, eps=eps)
 
-    def add_experts(
-        self, x: Buffer, norm: Buffer, weights: ExpertWeights, *, eps: float, phase: Phase,
-        activation: Activation = Activation.SILU,
-    ) -> None:
+    def add_experts(self, x: Buffer, norm: Buffer, weights: ExpertWeights, *, eps: float, phase: Phase) -> None:
         """See ``Ops.add_experts``."""
-        self._experts.add(x, norm, weights, eps=eps, phase=phase, activation=activation)
+        self._experts.add(x, norm, weights, eps=eps, phase=phase)
 
     def load_plan(self, layer: int, rows: int, plan: LayerPlan) -> DevicePlan:
         """See ``Ops.load_plan``."""
@@ -267,6 +265,13 @@ class CudaOps:
     def clear(self, buffer: Buffer) -> None:
         """See ``Ops.clear``."""
         self._write.clear(buffer)
+
+    def shift_rows(
+        self, pages: Sequence[np.ndarray], params: AttentionParams, geometry: PageGeometry, *, keep: int, discard: int,
+        tokens: int,
+    ) -> None:
+        """See ``Ops.shift_rows``. The history is the host's, and so is the work: as rare as a context that is full."""
+        kv_shift.shift_rows(pages, geometry, params.rope.table, keep=keep, discard=discard, tokens=tokens)
 
     def zero_page(self, pool: Buffer, geometry: PageGeometry, slot: int) -> None:
         """See ``Ops.zero_page``."""

@@ -7,7 +7,7 @@ that. A decode step is a CUDA graph with a compute branch and a copy branch, lau
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -166,7 +166,7 @@ class CudaDevice:
         """See ``Device``. Types without a kernel become float16."""
         return self._weights.load(infos, biases)
 
-    def load_experts(self, infos: Sequence[TensorInfo]) -> Sized:
+    def load_experts(self, infos: Sequence[TensorInfo]) -> Any:
         """See ``Device``. Raises ``CapabilityError`` for sizes without a kernel."""
         return self._weights.load_experts(infos)
 

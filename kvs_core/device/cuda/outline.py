@@ -57,7 +57,7 @@ class CudaOutline:
 
     def load_rope(self, table: RopeTable) -> Any:
         """See ``ModelDevice``."""
-        return Rope(table.n_rot, table.interleaved, None)
+        return Rope(table, None)
 
     def prepare_weights(self, infos: Sequence[TensorInfo], progress: Progress | None = None) -> None:
         """See ``ModelDevice``."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -164,7 +164,7 @@ class HostDevice:
             ])
         return HostWeight([self._weights.matrix(info) for info in infos], bias)
 
-    def load_experts(self, infos: Sequence[TensorInfo]) -> Sized:
+    def load_experts(self, infos: Sequence[TensorInfo]) -> Any:
         """See ``Device``."""
         return tuple(self.load_matrix(parts) for parts in zip(*map(split_experts, infos), strict=True))
 

@@ -108,50 +108,64 @@ class Experts:
                 shapes.append(("shared_products", (rows, n), np.float32))
         return [BufferSpec(f"experts.{name}", shape, dtype) for name, shape, dtype in shapes]
 
-    def add(
-        self, x: Buffer, norm: Buffer, weights: ExpertWeights, *, eps: float, phase: Phase, activation: Activation
-    ) -> None:
+    def add(self, x: Buffer, norm: Buffer, weights: ExpertWeights, *, eps: float, phase: Phase) -> None:
         """See ``Ops.add_experts``."""
         for first in range(0, len(x), PREFILL_ROWS):
-            self._add(x[first : first + PREFILL_ROWS], norm, weights, eps, phase is Phase.PREFILL, activation)
+            self._add(x[first : first + PREFILL_ROWS], norm, weights, eps, phase is Phase.PREFILL)
 
-    def _add(
-        self, x: Buffer, norm: Buffer, weights: ExpertWeights, eps: float, wide: bool, activation: Activation
-    ) -> None:
-        gate_up, down, router = weights.gate_up, weights.down, weights.router
-        assert isinstance(gate_up, ExpertStack)
-        assert isinstance(down, ExpertStack)
-        assert isinstance(router, CudaWeight)
-        count, used, n = len(gate_up), weights.used, x.shape[1]
-        rows, slots, width = len(x), len(x) * used, down.n_in
+    def _add(self, x: Buffer, norm: Buffer, weights: ExpertWeights, eps: float, wide: bool) -> None:
+        rows, n = x.shape
         normed = Normed(self._buffer("records"), self._part("normed", rows, n), self._buffer("sums"))
-        factors, shares, ids = self._buffer("factors"), self._buffer("shares"), self._buffer("ids")
         self._matmul.norm_into(x, norm, normed)
+        self._choose(normed, weights, eps, wide)
+        products = self._routed(normed, weights, wide)
+        shared = self._shared(x, norm, weights, eps, wide)
+        self._launch(
+            _COMBINE, (ceil_div(n, 512), rows, 1),
+            (x, _stride(x), products, self._buffer("shares"), weights.used, *shared, n),
+        )
+
+    def _choose(self, normed: Normed, weights: ExpertWeights, eps: float, wide: bool) -> None:
+        """Leave each row's experts and their shares in the scratch; where rows are many, their slots by expert too."""
+        router, used = weights.router, weights.used
+        assert isinstance(router, CudaWeight)
+        rows, n = normed.rows.shape
+        count, ids = router.n_out, self._buffer("ids")
         logits = self._part("logits", rows, count)
         self._matmul.project_normed(normed, router, logits, eps=eps)
-        self._context.launcher.launch(
+        launcher = self._context.launcher
+        launcher.launch(
             _CHOOSE, (rows, 1, 1), 256,
             (
                 logits, count, used, normed.rows, normed.sums, eps, n,
-                0 if weights.shared_gate is None else weights.shared_gate, ids, shares, factors,
+                0 if weights.shared_gate is None else weights.shared_gate, ids, self._buffer("shares"),
+                self._buffer("factors"),
             ),
             shared_bytes=_EXPERT_BYTES * count, overlap=True,
         )
         if wide:
-            self._context.launcher.launch(
-                _GROUP_SLOTS, (count, 1, 1), 32, (ids, slots, self._buffer("order"), self._buffer("groups"))
+            launcher.launch(
+                _GROUP_SLOTS, (count, 1, 1), 32, (ids, rows * used, self._buffer("order"), self._buffer("groups"))
             )
+
+    def _routed(self, normed: Normed, weights: ExpertWeights, wide: bool) -> Buffer:
+        """What the experts of ``_choose`` make of their rows: float32 [slots, E]."""
+        gate_up, down = weights.gate_up, weights.down
+        assert isinstance(gate_up, ExpertStack)
+        assert isinstance(down, ExpertStack)
+        rows, n = normed.rows.shape
+        slots, width = rows * weights.used, down.n_in
         hidden, records = self._part("hidden", slots, width), self._buffer("hidden_records")
-        self._gate_up(gate_up, _Rows(normed.records, normed.rows, rows, used, factors), slots, hidden, wide, activation)
+        given = _Rows(normed.records, normed.rows, rows, weights.used, self._buffer("factors"))
+        self._gate_up(gate_up, given, slots, hidden, wide, weights.activation)
         if any(isinstance(part.section, RecordSection) for part in down.parts):
             self._launch(QUANT, quant_grid(width, slots), (hidden, width, slots, width, records))
         products = self._part("products", slots, n)
         self._multiply(down, _Rows(records, hidden, slots, 1), slots, products, wide)
-        shared = self._shared(x, norm, weights, eps, wide, activation)
-        self._launch(_COMBINE, (ceil_div(n, 512), rows, 1), (x, _stride(x), products, shares, used, *shared, n))
+        return products
 
     def _shared(
-        self, x: Buffer, norm: Buffer, weights: ExpertWeights, eps: float, wide: bool, activation: Activation
+        self, x: Buffer, norm: Buffer, weights: ExpertWeights, eps: float, wide: bool
     ) -> tuple[Buffer | int, int, int]:
         """Rows of the shared expert: parts of them, how many, and numbers from one's row to the next."""
         gate_up, down = weights.shared_gate_up, weights.shared_down
@@ -162,10 +176,10 @@ class Experts:
         hidden = self._part("shared", len(x), down.n_in)
         if wide:
             out = self._part("shared_products", *x.shape)
-            self._prefill.project_gated(x, norm, gate_up, hidden, eps=eps, activation=activation)
+            self._prefill.project_gated(x, norm, gate_up, hidden, eps=eps, activation=weights.activation)
             self._prefill.multiply(hidden, down, out)
             return out, 1, x.shape[1]
-        self._matmul.project_gated(x, norm, gate_up, hidden, eps=eps, activation=activation)
+        self._matmul.project_gated(x, norm, gate_up, hidden, eps=eps, activation=weights.activation)
         return (self._context.scratch["matmul_parts"], *self._matmul.multiply(hidden, down))
 
     def _gate_up(

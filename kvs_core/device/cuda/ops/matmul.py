@@ -88,8 +88,8 @@ class Normed:
     sums     float32 [T, n / 256 rounded up]: sums of squares of x
     """
 
-    records: Buffer | int
-    rows: Buffer | int
+    records: Buffer
+    rows: Buffer
     sums: Buffer
 
 

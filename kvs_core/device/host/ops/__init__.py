@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from kvs_core.device.base import Activation, AttentionParams, Buffer, ExpertWeights, StepInputs, Weight
-from kvs_core.device.host.ops import attention, basic, experts, gdn, kv_write
+from kvs_core.device.host.ops import attention, basic, experts, gdn, kv_shift, kv_write
 from kvs_core.device.host.workers import Team
 from kvs_core.memory.phases import Phase
 from kvs_core.paging.geometry import PageGeometry
@@ -66,12 +68,9 @@ class HostOps:
         basic.rms_norm(out, norm, out, eps=eps)
         x += out
 
-    def add_experts(
-        self, x: Buffer, norm: Buffer, weights: ExpertWeights, *, eps: float, phase: Phase,
-        activation: Activation = Activation.SILU,
-    ) -> None:
+    def add_experts(self, x: Buffer, norm: Buffer, weights: ExpertWeights, *, eps: float, phase: Phase) -> None:
         """See ``Ops.add_experts``."""
-        experts.add_experts(x, norm, weights, eps=eps, phase=phase, team=self._team, activation=activation)
+        experts.add_experts(x, norm, weights, eps=eps, phase=phase, team=self._team)
 
     def top_logits(self, logits: Buffer, k: int) -> None:
         """See ``Ops.top_logits``. The host has all logits at hand."""
@@ -123,6 +122,13 @@ class HostOps:
             v = v.copy()
             basic.hadamard(v, geometry.v_rotation)
         kv_write.kv_write(k, v, pool, geometry, row_spans(position, rows, geometry.page_tokens, plan.slots))
+
+    def shift_rows(
+        self, pages: Sequence[Buffer], params: AttentionParams, geometry: PageGeometry, *, keep: int, discard: int,
+        tokens: int,
+    ) -> None:
+        """See ``Ops.shift_rows``."""
+        kv_shift.shift_rows(pages, geometry, params.rope, keep=keep, discard=discard, tokens=tokens)
 
     def attend_decode(
         self, q: Buffer, params: AttentionParams, pool: Buffer, geometry: PageGeometry, plan: LayerPlan, call: int,

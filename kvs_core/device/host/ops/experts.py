@@ -6,11 +6,9 @@ its own, and it adds its experts in the order of their numbers: its bits do not 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
-from kvs_core.device.base import Activation, Buffer, ExpertWeights, Weight
+from kvs_core.device.base import Buffer, ExpertWeights, Weight
 from kvs_core.device.host.ops.basic import gated, matmul, rms_norm, sigmoid
 from kvs_core.device.host.workers import Team
 from kvs_core.memory.phases import Phase
@@ -29,13 +27,9 @@ def choose(logits: Buffer, used: int) -> tuple[np.ndarray, Buffer]:
 
 
 def add_experts(
-    x: Buffer, norm: Buffer, weights: ExpertWeights, *, eps: float, phase: Phase, team: Team,
-    activation: Activation = Activation.SILU,
+    x: Buffer, norm: Buffer, weights: ExpertWeights, *, eps: float, phase: Phase, team: Team
 ) -> None:
     """See ``Ops.add_experts``."""
-    assert isinstance(weights.gate_up, Sequence)
-    assert isinstance(weights.down, Sequence)
-
     def multiply(rows: Buffer, weight: Weight) -> Buffer:
         out = np.empty((len(rows), weight.n_out), np.float32)
         matmul(rows, weight, out, phase=phase, team=team)
@@ -43,7 +37,7 @@ def add_experts(
 
     def feed_forward(rows: Buffer, gate_up: Weight, down: Weight) -> Buffer:
         hidden = np.empty((len(rows), down.n_in), np.float32)
-        gated(multiply(rows, gate_up), hidden, activation)
+        gated(multiply(rows, gate_up), hidden, weights.activation)
         return multiply(hidden, down)
 
     y = np.empty_like(x)
