@@ -32,7 +32,7 @@ from kvs_cli.ending import (
 from kvs_cli.help import print_help
 from kvs_cli.logging import configure_logging
 from kvs_cli.options import Parsed, parse
-from kvs_core.errors import KvsError, SettingsError
+from kvs_core.errors import LESS_MEMORY, KvsError, SettingsError
 from kvs_core.settings import LoggingSettings
 from kvs_core.settings.setting import Command
 from kvs_core.settings.typed import info_settings, logging_settings, plan_settings, run_settings, serve_settings
@@ -237,7 +237,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         drop(sys.stdout)
         return _fail(f"the system says: {error}; check what it names, and try again")
     except MemoryError:
-        return _fail("out of memory; use a smaller context, arena or model, or end other programs")
+        return _fail(f"out of memory; {LESS_MEMORY}")
 
 
 def _print(text: str) -> None:

@@ -100,6 +100,7 @@ def open_engine(
         settings.speculative, ubatch_tokens=context.ubatch_tokens, context_tokens=context.context_tokens
     )
     device = open_device(settings.device)
+    engine = None
     try:
         with screen.stages() as stage:
             engine = Engine(
@@ -111,7 +112,7 @@ def open_engine(
         _log_weights(engine, settings)
         engine.warm_up()
     except BaseException:
-        device.close()
+        (engine or device).close()
         raise
     try:
         yield engine

@@ -9,11 +9,15 @@
     ├── ContextError       more tokens than the context holds; carries both numbers
     ├── SessionFileError   a saved session that cannot be written, is damaged, or is of another model or layout
     └── DeviceError        the device, its memory or its copies failed; the host history is still valid
+        └── DeviceMemoryError  memory that cannot be had; what it was for has not begun
 
 Broken invariants of our own are ``AssertionError``: they are bugs, not situations.
 """
 
 from __future__ import annotations
+
+LESS_MEMORY = "lower --ctx-size or --kv-stream-arena-mib, take a smaller --model, or end other programs"
+"""What to do where there is no memory."""
 
 
 class KvsError(Exception):
@@ -60,3 +64,7 @@ class SessionFileError(KvsError):
 
 class DeviceError(KvsError):
     """The device or its memory failed. What was published to the host history is not touched."""
+
+
+class DeviceMemoryError(DeviceError):
+    """Memory that cannot be had, of the device or of the host. What it was for has not begun."""

@@ -30,7 +30,7 @@ from kvs_cli.render import Screen
 from kvs_core.engine.budget import arena_for
 from kvs_core.engine.engine import Engine
 from kvs_core.engine.measuring import free_bytes
-from kvs_core.errors import KvsError
+from kvs_core.errors import LESS_MEMORY, KvsError
 from kvs_core.settings import EngineSettings, LoggingSettings
 from kvs_core.settings.typed import engine_settings
 from kvs_core.units import MIB, ceil_div
@@ -55,7 +55,7 @@ def main() -> int:
         answer = {"error": str(error)}
     except MemoryError:
         LOGGER.exception("out of memory")
-        answer = {"error": "out of memory; use a smaller context, arena or model, or end other programs"}
+        answer = {"error": f"out of memory; {LESS_MEMORY}"}
     except Exception as error:
         LOGGER.exception("the point has failed")
         answer = {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]}

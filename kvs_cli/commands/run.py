@@ -27,6 +27,7 @@ from kvs_core.engine.engine import Engine
 from kvs_core.engine.round import accept_prompt
 from kvs_core.engine.session import TAIL_TOKENS, Session, check_prompt
 from kvs_core.engine.speculation import Speculation, make_speculation
+from kvs_core.errors import KvsError
 from kvs_core.sampling.constrained import ConstrainedSampler, Constraint
 from kvs_core.sampling.params import RANDOM_SEED, SamplingParams
 from kvs_core.settings import RunSettings
@@ -118,6 +119,10 @@ def _generate(
                 stop_reason = piece.stop or INTERRUPTED
     except KeyboardInterrupt:
         stop_reason = INTERRUPTED
+    except KvsError:   # what was written stays, and the error has a line of its own
+        if not output.json:
+            end_text()
+        raise
     if not output.json:
         end_text()
     report = engine.report()

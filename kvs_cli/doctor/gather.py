@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 from typing import TypeVar
 
 import numpy  # noqa: F401  loads the BLAS that is asked about
@@ -37,6 +36,8 @@ from kvs_core.device.host.machine import (
     blas_libraries,
     cpu_model,
     instruction_sets,
+    is_wsl,
+    locked_limit_bytes,
     memory_limit_bytes,
     total_ram_bytes,
 )
@@ -48,7 +49,6 @@ from kvs_core.units import MIB
 
 LOGGER = logging.getLogger(__name__)
 
-_PROC_VERSION = Path("/proc/version")
 _MOST_PINNED_BYTES, _SLAB_BYTES = 2048 * MIB, 64 * MIB
 _PINNED_SHARE = 4   # of the free RAM one such part at most
 _NEEDED = ("kvs_cli.commands.serve", "jinja2", "huggingface_hub")   # the last two are imported when they are used
@@ -90,7 +90,7 @@ def _host(probes: _Probes, version: str) -> HostFacts:
         python=platform.python_version(),
         version=version,
         is_linux=sys.platform == "linux",
-        is_wsl=bool(probes.ask("WSL", _is_wsl)),
+        is_wsl=bool(probes.ask("WSL", is_wsl)),
         load_problem=load_problem or None,
         cpu=probes.ask("CPU model", cpu_model),
         cores=probes.ask("cores", available_cores),
@@ -173,15 +173,8 @@ def _ram_rate() -> float:
 
 def _memlock() -> tuple[bool, int | None]:
     """Whether there is no limit, else its bytes."""
-    import resource  # not on every system
-
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    unlimited = soft == resource.RLIM_INFINITY
-    return unlimited, None if unlimited else soft
-
-
-def _is_wsl() -> bool:
-    return sys.platform == "linux" and "microsoft" in _PROC_VERSION.read_text().lower()
+    limit = locked_limit_bytes()
+    return limit is None, limit
 
 
 def _attempt(probe: Callable[[], _T]) -> tuple[_T | None, str]:

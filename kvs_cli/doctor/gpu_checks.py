@@ -16,6 +16,7 @@ from kvs_core.device.cuda.requirements import (
     extra,
     nvrtc_problem,
 )
+from kvs_core.device.shortage import pinning_advice
 from kvs_core.units import MIB
 
 _LEAST_FREE_BYTES = 512 * MIB   # contexts of CUDA and cuBLAS, and the smallest model
@@ -174,12 +175,7 @@ def _pinned(facts: Facts) -> Check:
         limit = f"the limit for locked memory is {host.memlock_bytes / MIB:,.2f} MiB"
     if not facts.cuda.gpus:
         return Check("pinned memory", f"{limit}; without a GPU nothing is pinned")
-    if host.is_wsl:
-        advice = "give WSL more RAM by memory= under [wsl2] in %UserProfile%\\.wslconfig: it pins half of it at most"
-    elif host.memlock_bytes is not None:
-        advice = "ulimit -l unlimited, or memlock in /etc/security/limits.conf; for a container --ulimit memlock=-1"
-    else:
-        advice = "end programs that pin memory, or lower --ctx-size"
+    advice = pinning_advice(is_wsl=host.is_wsl, is_limited=host.memlock_bytes is not None)
     if pinned is None:
         if host.memlock_bytes is not None and not host.memlock_is_unlimited:
             return warning("pinned memory", f"{limit}; nothing could be tried", advice)

@@ -58,7 +58,7 @@ def api_error(error: BaseException) -> ApiError:
     if isinstance(error, SessionFileError):
         return bad_request(f"Unable to save or restore slot: {error}")
     if isinstance(error, MemoryError):
-        return ApiError("server_error", "out of memory; send a shorter request, or run kvs with a smaller context")
+        return ApiError("server_error", "out of memory; send a shorter request, or start kvs with a smaller --ctx-size")
     if isinstance(error, KvsError):
         return ApiError("server_error", str(error))
     return ApiError("server_error", f"internal error: {type(error).__name__}")

@@ -606,7 +606,8 @@ class ModelDevice(Protocol):
         ...
 
     def allocate_pinned(self, size_bytes: int) -> np.ndarray:
-        """Host memory that the copy streams can move fast, uint8 [size_bytes]. ``DeviceError`` if there is none."""
+        """Host memory that the copy streams can move fast, uint8 [size_bytes]. ``DeviceMemoryError`` if there is none.
+        """
         ...
 
     def load_vector(self, info: TensorInfo, *, transposed: bool = False) -> Buffer:
@@ -672,7 +673,7 @@ class Device(ModelDevice, Protocol):
     """One accelerator (or the host playing one)."""
 
     name: str
-    captures: bool    # decode steps are captured, never run as they come
+    captures: bool    # decode steps are captured, where there is memory for that
     is_host: bool     # its memory is the host's, which the history needs too
     capabilities: Capabilities
     compute: Stream
@@ -688,7 +689,8 @@ class Device(ModelDevice, Protocol):
         ...
 
     def enqueue_copy(self, dst: Buffer, src: Buffer, stream: Stream) -> None:
-        """Copy equal-sized uint8 buffers (host or device each) on ``stream``; returns at once."""
+        """Copy equal-sized uint8 buffers (host or device each) on ``stream``; returns at once, unless one of them is of
+        ``PageableBytes``. Those cannot be copied in captured work."""
         ...
 
     def discard(self, buffer: Buffer) -> None:
@@ -750,6 +752,7 @@ class Device(ModelDevice, Protocol):
         """Record what ``work`` enqueues on compute and copy streams, without running it: decode steps of this width.
 
         Only where ``captures``. Inside ``work`` no fence from before it is waited for and nothing is downloaded.
+        ``DeviceMemoryError`` if there is no memory for a recording.
         """
         ...
 

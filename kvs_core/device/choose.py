@@ -29,7 +29,12 @@ def open_device(settings: DeviceSettings) -> Device:
         from kvs_core.device.cuda.cupy_runtime import CupyRuntime
         from kvs_core.device.cuda.device import CudaDevice
 
-        device = CudaDevice(CupyRuntime(index))
+        runtime = CupyRuntime(index)
+        try:
+            device = CudaDevice(runtime)
+        except BaseException:
+            runtime.close()
+            raise
         LOGGER.info("device: cuda:%d, %s, %.1f GiB free", index, device.name, device.free_bytes() / 2**30)
         return device
     if settings.name != "auto":

@@ -400,8 +400,10 @@ class Engine:
 
     def close(self) -> None:
         """Stop copies and give memory back. Idempotent."""
-        self._device.close()
-        self._kv.close()
+        try:
+            self._device.close()
+        finally:
+            self._kv.close()
 
 
 def _check_can_forget(spec: ModelSpec) -> None:

@@ -105,13 +105,8 @@ class Step:
                 forward()
                 parts.model.logits(parts.workspace.rows("x", batch.rows), parts.workspace)
 
-            if self._captures:
-                try:
-                    self._launch("step", inputs, record, None)
-                except BaseException:
-                    parts.state.launched(ran=False)
-                    raise
-                parts.state.launched(ran=True)
+            launched = self._captures and self._kv.can_capture and self._launch_step(inputs, record)
+            if launched:
                 parts.kept.rows = 0   # unless rows are kept: the table's first row is what stood before them
             else:
                 parts.device.begin_step(inputs)
@@ -123,7 +118,7 @@ class Step:
         except BaseException:
             self._drop()
             raise
-        self._ran, self.rows, self._has_logits = True, len(tokens), self._captures
+        self._ran, self.rows, self._has_logits = True, len(tokens), launched
 
     def draft_next(self, token: int) -> None:
         """One row of the MTP block behind the drafted ones, on ``token``; its logits say what may follow."""
@@ -261,9 +256,7 @@ class Step:
         assert self._drafted < self._kv.reserved, f"{self._drafted + 1} drafts in a step of {self._kv.reserved} rows"
         self._kv.draft()
         try:
-            if self._captures:
-                self._launch(kind, inputs, lambda: _do(forward), layers)
-            else:
+            if not (self._captures and self._launch(kind, inputs, lambda: _do(forward), layers)):
                 self._parts.device.begin_step(inputs)
                 with np.errstate(all="ignore"):
                     forward()
@@ -274,8 +267,17 @@ class Step:
         self._last_kind = kind
         self.rows, self._has_logits = 1, True
 
-    def _launch(self, kind: str, inputs: StepInputs, record: Callable[[], None], layers: range | None) -> None:
-        self._parts.captured.launch((kind, len(inputs.tokens)), inputs, self._kv, record, layers)
+    def _launch_step(self, inputs: StepInputs, record: Callable[[], None]) -> bool:
+        """Whether it was launched, recorded first if need be; if not, nothing has run."""
+        launched = False
+        try:
+            launched = self._launch("step", inputs, record, None)
+        finally:
+            self._parts.state.launched(ran=launched)
+        return launched
+
+    def _launch(self, kind: str, inputs: StepInputs, record: Callable[[], None], layers: range | None) -> bool:
+        return self._parts.captured.launch((kind, len(inputs.tokens)), inputs, self._kv, record, layers)
 
     def _drop(self) -> None:
         self._settled = True

@@ -14,9 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvs_core.errors import ModelFileError, SettingsError
-from kvs_core.formats.gguf_header import MetaValue, TensorBytes, TensorInfo, read_header
+from kvs_core.formats.gguf_header import MetaValue, TensorBytes, TensorInfo, let_go, read_header
 
-__all__ = ["SYNTHETIC_KEY", "GgufFile", "MetaValue", "TensorInfo", "parse_override", "part_names", "split_experts"]
+__all__ = [
+    "SYNTHETIC_KEY", "GgufFile", "MetaValue", "TensorInfo", "let_go", "parse_override", "part_names", "split_experts",
+]
 
 D = TypeVar("D")
 

@@ -32,6 +32,7 @@ from gguf.constants import (
 )
 
 from kvs_core.errors import ModelFileError
+from kvs_core.units import align_up
 
 MetaValue: TypeAlias = "int | float | bool | str | list[str] | npt.NDArray[Any]"
 
@@ -73,6 +74,23 @@ class TensorBytes(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, part: slice, /) -> npt.NDArray[np.uint8]: ...
+
+
+def let_go(data: TensorBytes, first: int = 0, last: int | None = None) -> None:
+    """Bytes [first, last) of a mapped file have been read and will not be soon again: their pages leave this process's
+    memory, though not the system's cache of files. Where the bytes are of no file, nothing happens."""
+    if not isinstance(data, np.ndarray):
+        return
+    part = data[first:last]
+    owner: Any = part
+    while isinstance(owner.base, np.ndarray):
+        owner = owner.base
+    source = getattr(owner.base, "obj", None)   # of a memoryview
+    if isinstance(source, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+        at = part.ctypes.data - np.frombuffer(source, np.uint8).ctypes.data
+        start, stop = align_up(at, mmap.PAGESIZE), (at + part.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if start < stop:
+            source.madvise(mmap.MADV_DONTNEED, start, stop - start)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,11 +1,13 @@
-"""HostHistory: the complete KV of one cache in pinned host memory, per layer a list of slabs. The authority.
+"""HostHistory: the complete KV of one cache in host memory, per layer a list of slabs. The authority.
 
 Slabs grow with the context (``paging.slabs``). A helper thread pins the next ones before they are needed, a layer at a
-time, since pinning is slow; ``ensure`` waits for it only if the context has caught up.
+time, since pinning is slow; ``ensure`` waits for it only if the context has caught up. Where no more can be pinned but
+there is RAM, as in WSL, slabs are pageable from then on, until the history is another.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -14,11 +16,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvs_core.device.base import Buffer, Device
-from kvs_core.errors import DeviceError
+from kvs_core.device.pageable import PageableBytes, pageable_bytes
+from kvs_core.device.shortage import pinning_advice_here, ram_left
+from kvs_core.errors import DeviceError, DeviceMemoryError
 from kvs_core.paging.geometry import PageGeometry
 from kvs_core.paging.schedule import Run
 from kvs_core.paging.slabs import slab, slab_of
 from kvs_core.units import MIB
+
+LOGGER = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,7 +37,7 @@ class ParkedHistory:
 
     @property
     def size_bytes(self) -> int:
-        """Pinned bytes."""
+        """Host memory."""
         return sum(part.nbytes for slabs in self.slabs for part in slabs)
 
     def page(self, layer: int, page: int) -> np.ndarray:
@@ -44,7 +50,8 @@ class HostHistory:
 
     What has been published into it stays valid whatever happens on the device.
 
-    reclaim  called where there is no more memory: gives some back, or says False; then that is an error
+    reclaim       called where there is no more memory: gives some back, or says False
+    has_pageable  some slab is not pinned
     """
 
     def __init__(self, device: Device, geometry: PageGeometry, layers: int, capacity_pages: int) -> None:
@@ -55,11 +62,17 @@ class HostHistory:
         self._helper = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvs-pin")
         self._ahead: list[Future[np.ndarray] | None] = [None] * layers
         self.reclaim: Callable[[], bool] = lambda: False
+        self.has_pageable = False
+        self._warned = False
 
     @property
     def size_bytes(self) -> int:
-        """Pinned bytes held now."""
+        """Bytes held now."""
         return sum(part.nbytes for slabs in self._slabs for part in slabs)
+
+    def is_pinned(self, run: Run) -> bool:
+        """Whether the bytes of a run's pages are: only then can a step that copies them be captured."""
+        return not isinstance(self._slabs[run.layer][slab_of(run.first_page).index], PageableBytes)
 
     def ensure(self, pages: int) -> None:
         """Have room for pages [0, pages) of every layer. ``DeviceError`` if there is no more; nothing is lost."""
@@ -71,6 +84,8 @@ class HostHistory:
                 slabs.append(self._take(layer, len(slabs)))
         # Begin with the next slab when the last one is half full, one layer after the other.
         ahead = last.index + 1
+        if self.has_pageable:
+            return   # there is nothing to be pinned
         if pages - last.first_page > last.pages // 2 and slab(ahead).first_page < self._capacity_pages:
             for layer in range(len(self._slabs)):
                 if self._ahead[layer] is None and len(self._slabs[layer]) == ahead:
@@ -85,7 +100,7 @@ class HostHistory:
         return self._range(run.layer, run.first_page, run.pages)
 
     def bytes_of(self, pages: int) -> int:
-        """Pinned bytes that ``hand_over`` would give away."""
+        """Bytes that ``hand_over`` would give away."""
         return sum(part.nbytes for slabs in self._slabs for part in slabs[: _slabs_for(pages)])
 
     def hand_over(self, pages: int, tokens: int) -> ParkedHistory:
@@ -98,6 +113,7 @@ class HostHistory:
         """Be what was handed over, in the same memory; ``parked`` is not to be used any more."""
         self._let_go()
         self._slabs = [list(slabs) for slabs in parked.slabs]
+        self.has_pageable = any(isinstance(part, PageableBytes) for slabs in self._slabs for part in slabs)
 
     def close(self) -> None:
         """Let go of the memory."""
@@ -113,6 +129,7 @@ class HostHistory:
                 future.cancel()   # one that is under way ends, and nobody takes what it has made
         self._ahead = [None for _ in self._slabs]
         self._slabs = [[] for _ in self._slabs]
+        self.has_pageable = False
 
     def _take(self, layer: int, index: int) -> np.ndarray:
         future = self._ahead[layer]
@@ -122,21 +139,30 @@ class HostHistory:
                 return future.result()
         while True:
             try:
-                return self._allocate(index)
+                return self._allocate(index, pinned=not self.has_pageable)
             except DeviceError:
-                if not self.reclaim():
+                if self.reclaim():
+                    continue
+                if self._device.is_host or self.has_pageable:
                     raise
+            memory = self._allocate(index, pinned=False)
+            if not self._warned:
+                self._warned = True
+                LOGGER.warning("%.0f MiB of KV history are pinned, no more can be: the rest is copied more slowly; %s",
+                               self.size_bytes / MIB, pinning_advice_here())  # fmt: skip
+            self.has_pageable = True
+            return memory
 
-    def _allocate(self, index: int) -> np.ndarray:
+    def _allocate(self, index: int, *, pinned: bool = True) -> np.ndarray:
         where = slab(index)
         pages = min(where.pages, self._capacity_pages - where.first_page)
         size = pages * self._geometry.page_bytes
         try:
-            return self._device.allocate_pinned(size)
+            return self._device.allocate_pinned(size) if pinned else pageable_bytes(size, "the KV history")
         except (DeviceError, MemoryError) as error:
-            raise DeviceError(
-                f"no host memory for {size / MIB:.1f} MiB more of KV history ({self.size_bytes / MIB:.0f} MiB held); "
-                "lower --ctx-size or use a smaller KV type"
+            raise DeviceMemoryError(
+                f"no host memory for {size / MIB:.1f} MiB more of KV history ({self.size_bytes / MIB:.0f} MiB held, "
+                f"{ram_left()}); lower --ctx-size or use smaller --cache-type-k and --cache-type-v"
             ) from error
 
 

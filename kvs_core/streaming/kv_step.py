@@ -27,6 +27,9 @@ class StepOwner(Protocol):
 
     def wait_layer(self, layer: int) -> None: ...
 
+    @property
+    def can_capture(self) -> bool: ...
+
     def settle(self, keep: int) -> None: ...
 
     def abandon(self) -> None: ...
@@ -117,6 +120,11 @@ class KvStep:
         plans = self._kv.plans
         return plans.signature(self.rows) if layers is None else plans.draft_signature(layers)
 
+    @property
+    def can_capture(self) -> bool:
+        """Whether the step itself can be captured: see ``KvStream``."""
+        return self._kv.can_capture
+
     def before_launch(self) -> None:
         """Let the compute stream wait for all that a captured step relies on."""
         for layer in range(self._kv.layers):
@@ -142,6 +150,11 @@ class KvStep:
         self._longest_gap_s = 0.0
         self._last_attention_s = None
         return moved
+
+    def not_captured(self) -> None:
+        """Behind ``after_capture``: it has failed somewhere, and the step will run as it comes. Copies begin anew."""
+        self._kv.streamer.empty()
+        self._kv.streamer.pump()
 
     def observe(self, step_s: float | None) -> None:
         """The step, captured, took that long on the device; None: not known in time."""

@@ -316,6 +316,13 @@ class KvStream:
         finally:
             self._forget_pages(self.geometry.pages_of(self.cache.committed))
 
+    @property
+    def can_capture(self) -> bool:
+        """Whether all that a decode step copies lies in pinned memory, which captured copies have to find it in."""
+        if not self._history.has_pageable:
+            return True
+        return all(map(self._history.is_pinned, self.streamer.schedule.runs))
+
     def lie(self, layer: int) -> Lie:
         """For ``StepPlans``."""
         streamed = self._config.streamed(self._state.cuts[layer])

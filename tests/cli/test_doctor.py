@@ -16,6 +16,7 @@ from kvs_cli.doctor import gather
 from kvs_core.device.cuda.about import DriverFacts, Gpu
 from kvs_core.device.cuda.modules import CudaFound
 from kvs_core.device.cuda.nvml import Card, Cards, Holder, PcieLink
+from kvs_core.device.host import machine
 from kvs_core.errors import DeviceError
 from kvs_core.units import MIB
 from tests.cli.conftest import Ended, Kvs
@@ -182,7 +183,7 @@ def test_a_gpu_that_fails_is_a_line(kvs: Kvs, rig: Rig, monkeypatch: pytest.Monk
 PROBES = ("blas_libraries", "cpu_model", "available_cores", "instruction_sets", "total_ram_bytes", "memory_limit_bytes",
           "available_ram_bytes", "kernel_cache", "read_cards", "driver_facts", "nvidia_cards", "cupy_packages",
           "cupy_cuda", "nvrtc_version", "check_compiler", "find_cuda", "open_device", "measure_gpu", "pin_stepwise",
-          "_memlock", "_is_wsl", "_ram_rate")
+          "_memlock", "is_wsl", "_ram_rate")
 
 
 @pytest.mark.usefixtures("rig")
@@ -231,7 +232,7 @@ def test_wsl_limits_and_variables_are_seen(kvs: Kvs, monkeypatch: pytest.MonkeyP
     """From /proc/version, the limits of this process, and its environment."""
     version = tmp_path / "version"
     version.write_text("Linux version 5.15.167.4-microsoft-standard-WSL2 (root@1) #1 SMP\n")
-    monkeypatch.setattr(gather, "_PROC_VERSION", version)
+    monkeypatch.setattr(machine, "_PROC_VERSION", version)
     monkeypatch.setattr(resource, "getrlimit", lambda which: {resource.RLIMIT_MEMLOCK: (65536, 65536)}[which])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("GGML_CUDA_ENABLE_UNIFIED_MEMORY", "1")

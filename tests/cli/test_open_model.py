@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from kvs_core.engine.engine import Engine
+from kvs_core.errors import DeviceError
 from kvs_core.settings import HubModel
+from kvs_core.streaming.kv_stream import KvStream
 from tests.cli.conftest import GREEDY, Kvs
 from tests.support.broken_gguf import rewrite
 from tests.support.tiny_gguf import write_tiny_llama
@@ -93,3 +97,14 @@ def test_the_model_sets_sampling_defaults(kvs: Kvs, tmp_path: Path) -> None:
     from_model = ("--override-kv", "general.sampling.temp=float:0")
     assert kvs(*command, *from_model).out == greedy
     assert kvs(*command, *from_model, "--temp", "1.5").out != greedy
+
+
+def test_an_engine_that_does_not_warm_up_is_closed(
+    kvs: Kvs, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not its device alone: the history has a thread and memory of its own."""
+    closed = []
+    monkeypatch.setattr(Engine, "warm_up", Mock(side_effect=DeviceError("no first step; mend it")))
+    monkeypatch.setattr(KvStream, "close", lambda kv: closed.append(kv))
+    assert kvs("run", "-m", tiny_llama, "-p", "x").error == "no first step; mend it"
+    assert len(closed) == 1

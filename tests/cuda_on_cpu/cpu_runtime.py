@@ -113,7 +113,7 @@ class CpuRuntime:
         buffer[...] = 0
         return buffer[:size_bytes]
 
-    def allocate_pinned(self, size_bytes: int) -> np.ndarray:
+    def allocate_pinned(self, size_bytes: int, purpose: str) -> np.ndarray:
         return memory.poisoned(max(size_bytes, 1), np.uint8)[:size_bytes]
 
     def view(self, buffer: np.ndarray, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:

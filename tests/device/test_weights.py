@@ -208,5 +208,5 @@ def test_memory_is_page_aligned_and_refused_when_there_is_too_little() -> None:
     assert memory.nbytes == 1000
     assert memory.ctypes.data % 4096 == 0
     needed = machine.available_ram_bytes() + (64 << 30)
-    with pytest.raises(DeviceError, match=r"^\d+ MiB of RAM for a test cannot be had, \d+ MiB are available; use"):
+    with pytest.raises(DeviceError, match=r"^\d+ MiB of RAM for a test cannot be had: \d+ of \d+ MiB are free; lower"):
         weights.aligned_bytes(needed, "a test")

@@ -21,7 +21,7 @@ from kvs_core.device.cuda.device import CudaDevice
 from kvs_core.device.cuda.modules import CudaFound, find_cuda
 from kvs_core.device.cuda.runtime import Runtime
 from kvs_core.engine.engine import Engine
-from kvs_core.errors import DeviceError
+from kvs_core.errors import DeviceMemoryError
 from kvs_core.memory.phases import Phase
 from tests.cuda_on_cpu.cpu_runtime import CpuRuntime
 from tests.cuda_on_cpu.path import launcher_on, on_path
@@ -40,34 +40,39 @@ MACHINES = ["cuda"] if os.environ.get("KVS_TEST_GPU_ONLY") else ["cuda_on_cpu", 
 class Watched:
     """A runtime that counts what it gives, and can be told to give no more.
 
-    allocations  of device memory
-    refuse       part of a purpose ("the arena") for which there is no device memory
-    pinned       whether there is pinned memory
+    allocations, pinnings    of device memory and of pinned memory
+    refuse                   part of a purpose ("the arena") for which there is no device memory
+    pinned                   whether there is pinned memory
+    fail_at, fail_pinned_at  the number, counted from 1, of the one that fails
     """
 
     def __init__(self, inner: Runtime, on_gpu: bool) -> None:
         self._inner = inner
         self._on_gpu = on_gpu
-        self.allocations = 0
+        self.allocations = self.pinnings = 0
         self.refuse: str | None = None
         self.pinned = True
+        self.fail_at = self.fail_pinned_at = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
     def allocate(self, size_bytes: int, purpose: str) -> Any:
         self.allocations += 1
-        if self.refuse is not None and self.refuse in purpose:
+        if (self.refuse is not None and self.refuse in purpose) or self.allocations == self.fail_at:
             size_bytes = self._too_much(purpose)
         return self._inner.allocate(size_bytes, purpose)
 
-    def allocate_pinned(self, size_bytes: int) -> np.ndarray:
-        return self._inner.allocate_pinned(size_bytes if self.pinned else self._too_much("pinned memory"))
+    def allocate_pinned(self, size_bytes: int, purpose: str) -> np.ndarray:
+        self.pinnings += 1
+        if not self.pinned or self.pinnings == self.fail_pinned_at:
+            size_bytes = self._too_much(f"pinned memory for {purpose}")
+        return self._inner.allocate_pinned(size_bytes, purpose)
 
     def _too_much(self, purpose: str) -> int:
         """Bytes that no GPU has, for its own refusal; the stand-in has none of its own."""
         if not self._on_gpu:
-            raise DeviceError(f"no {purpose} here; there is no more")
+            raise DeviceMemoryError(f"no {purpose} here; there is no more")
         return 1 << 50
 
 

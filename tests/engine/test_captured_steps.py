@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from kvs_core.device.base import StepInputs
+from kvs_core.engine import captured
 from kvs_core.engine.captured import CapturedSteps
-from kvs_core.errors import DeviceError
+from kvs_core.errors import DeviceError, DeviceMemoryError
 from kvs_core.memory.phases import Phase
 
 DECODE = Phase.DECODE
@@ -41,6 +42,9 @@ class FakeStep:
         assert before == self.bytes
         return Counter({3: 100})
 
+    def not_captured(self) -> None:
+        self.said.append("anew")
+
     def launched(self, moved: Counter[int]) -> None:
         self.bytes.update(moved)
 
@@ -48,10 +52,13 @@ class FakeStep:
 class FakeWork:
     """Captured work that counts its launches."""
 
-    def __init__(self) -> None:
+    def __init__(self, error: Exception | None) -> None:
         self.launches = 0
+        self._error = error
 
     def launch(self, inputs: StepInputs) -> None:
+        if self._error is not None:
+            raise self._error
         self.launches += 1
 
     def elapsed_s(self) -> float | None:
@@ -65,13 +72,14 @@ class FakeDevice:
         self.made: list[weakref.ref[FakeWork]] = []
         self.held: list[int] = []
         self.error: Exception | None = None
+        self.launch_error: Exception | None = None
 
     def capture(self, inputs: StepInputs, work: Any) -> FakeWork:
         self.held.append(sum(made() is not None for made in self.made))
         if self.error is not None:
             raise self.error
         work()
-        fresh = FakeWork()
+        fresh = FakeWork(self.launch_error)
         self.made.append(weakref.ref(fresh))
         return fresh
 
@@ -85,7 +93,8 @@ def launch(
 ) -> list[str]:
     step: Any = FakeStep(signature)
     inputs = StepInputs(np.zeros(rows, np.int32), 0, 0, DECODE)
-    steps.launch((kind, rows), inputs, step, lambda: step.said.append("record"), layers)
+    launched = steps.launch((kind, rows), inputs, step, lambda: step.said.append("record"), layers)
+    assert launched == (step.said[-1:] not in ([], ["anew"]))
     return list(step.said)
 
 
@@ -138,3 +147,31 @@ def test_a_recording_that_fails_leaves_none() -> None:
     assert (steps.recorded, fake.launches) == (1, [])
     fake.error = None
     assert launch(steps, 2, "a") == ["before", "record", "after"]
+
+
+@pytest.mark.parametrize("where", ["capture", "launch"])
+def test_without_memory_nothing_is_recorded_for_a_while(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
+) -> None:
+    """The step is to run as it comes, with copies begun anew. What is recorded already is launched all the while; it is
+    said once, with the error, until a recording goes well."""
+    monkeypatch.setattr(captured, "PAUSE_STEPS", 2)
+    fake: Any = FakeDevice()
+    steps = CapturedSteps(fake)
+    launch(steps, 4, "a")
+    no_memory = DeviceMemoryError("no memory for a graph; make room")
+    failed = ["before", "after", "anew"] if where == "capture" else ["before", "record", "after", "anew"]
+    for _ in range(2):
+        fake.error, fake.launch_error = (no_memory, None) if where == "capture" else (None, no_memory)
+        assert launch(steps, 1, "a") == failed
+        assert launch(steps, 1, "a") == []
+        assert launch(steps, 4, "a") == ["before"]
+        assert launch(steps, 1, "b") == []
+    assert [record.getMessage() for record in caplog.records] == [
+        "steps are not recorded, which is slower, and it is tried again every 2 steps: no memory for a graph; make room"
+    ]
+    fake.error = fake.launch_error = None
+    assert launch(steps, 1, "b") == ["before", "record", "after"]
+    fake.error = no_memory
+    assert launch(steps, 2, "b") == ["before", "after", "anew"]
+    assert len(caplog.records) == 2

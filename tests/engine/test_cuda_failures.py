@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,16 +10,21 @@ from typing import Any
 
 import pytest
 
+from kvs_core.device import pageable
 from kvs_core.device.cuda.device import CudaDevice
+from kvs_core.device.shortage import pinning_advice_here
+from kvs_core.engine import captured
+from kvs_core.engine.budget import NO_DRAFTING, Drafting
 from kvs_core.engine.engine import Engine
 from kvs_core.engine.step import Step
-from kvs_core.errors import DeviceError, KvsError
+from kvs_core.errors import DeviceError, DeviceMemoryError, KvsError
 from kvs_core.formats.gguf import GgufFile
 from kvs_core.memory.phases import Phase
 from kvs_core.paging import slabs
 from kvs_core.settings.rooms import ContextSettings, RopeSettings
 from tests.engine.machines import MACHINES, Machine, machine_of, play, write_models
 from tests.engine.tiny import engine, kv_settings, text
+from tests.support.tiny_gguf import write_tiny_qwen35
 
 PREFILL, DECODE = Phase.PREFILL, Phase.DECODE
 
@@ -113,6 +119,61 @@ def test_a_capture_that_fails_half_way_has_not_happened(machine: Machine, models
     assert got == expected
 
 
+@pytest.mark.parametrize("nextn", [False, True])
+def test_without_memory_for_recordings_the_text_is_the_same(
+    machine: Machine, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    tmp_path: Path, nextn: bool,
+) -> None:
+    """At the end of a capture or half way, of a step or of a draft: what it was for runs as it comes. From the warm-up
+    on, until there is memory again; it is said once."""
+    monkeypatch.setattr(captured, "PAUSE_STEPS", 1)
+    path, kv = models["qwen35"], kv_settings(ring_slots=3, run_pages=2)
+    if nextn:
+        path = write_tiny_qwen35(tmp_path / "mtp.gguf", seed=1, weight_type="q8_0", n_layer=2, interval=2, mtp=True)
+    outcome = []
+    for fails in (False, True):
+        with engine(
+            path, kv=kv, pool=0.1, fixed=True, lower=True, drafting=Drafting(nextn=nextn), device=machine.device
+        ) as built:
+            with pytest.MonkeyPatch.context() as patch:
+                if fails:
+                    patch.setattr(built._device._runtime, "end_capture", no_memory, raising=False)
+                built.warm_up()
+                logits = play(built, [(PREFILL, 64, 64)] * 4)
+                for number, (width, keep) in enumerate(((1, 1), (3, 2), (2, 2), (8, 8), (1, 1), (2, 1), (3, 3))):
+                    if fails and number == 3:
+                        patch.undo()
+                        patch.setattr(built._device.ops, "finish_decode", no_memory_once(built._device))
+                    with built.open(width) as step:
+                        if nextn:
+                            step.draft_next(number)
+                            logits.append(step.logits().tobytes())
+                        step.run(text(built.spec.n_vocab, width, number))
+                        logits.append(step.logits(0).tobytes())
+                        step.settle(keep)
+                assert built.report().h2d_bytes > 0
+                assert built._captured.recorded >= 1
+            outcome.append(logits)
+    assert outcome[0] == outcome[1]
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "steps are not recorded, which is slower, and it is tried again every 1 steps: no memory" in said[0]
+    assert len(said) == 1
+
+
+def no_memory(*given: Any, **named: Any) -> Any:
+    raise DeviceMemoryError("no memory for a graph; make room")
+
+
+def no_memory_once(device: Any) -> Callable[..., Any]:
+    """``finish_decode`` that fails when it is captured first."""
+    calls, do = iter([no_memory]), device.ops.finish_decode
+
+    def call(*given: Any, **named: Any) -> Any:
+        return (next(calls, do) if device._capture.active else do)(*given, **named)
+
+    return call
+
+
 def test_a_launch_that_fails_has_not_happened(
     machine: Machine, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,8 +210,8 @@ def test_device_memory_that_cannot_be_had(machine: Machine, models: dict[str, Pa
 def test_pinned_memory_that_cannot_be_had(
     machine: Machine, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A history that cannot grow stops a step before it touches anything: with memory the same step goes on. Slabs are
-    small, so that a short text needs three."""
+    """A history that cannot grow, for there is no RAM either, stops a step before it touches anything: with memory the
+    same step goes on. Slabs are small, so that a short text needs three."""
     monkeypatch.setattr(slabs, "_FIRST", 4)
     monkeypatch.setattr(slabs, "_FULL", 8)
     script = [(PREFILL, 64, 64)] * 5 + [(DECODE, 8, 8)] * 2
@@ -164,8 +225,10 @@ def test_pinned_memory_that_cannot_be_had(
             tokens = text(built.spec.n_vocab, width, number)
             runtime.pinned = False
             try:
-                step = built.step(tokens, phase)
-            except DeviceError as error:
+                with monkeypatch.context() as patch:
+                    patch.setattr(pageable, "available_ram_bytes", lambda: 0)
+                    step = built.step(tokens, phase)
+            except DeviceMemoryError as error:
                 refused.append(str(error))
                 runtime.pinned = True
                 step = built.step(tokens, phase)
@@ -174,8 +237,59 @@ def test_pinned_memory_that_cannot_be_had(
                 got.append(step.logits().tobytes())
                 step.settle()
     assert len(refused) == 3
-    assert all("MiB more of KV history" in line and "\n" not in line for line in refused)
+    for line in refused:
+        assert re.fullmatch(
+            r"no host memory for [\d.]+ MiB more of KV history \(\d+ MiB held, \d+ of \d+ MiB of RAM are free\); "
+            "lower --ctx-size or use smaller --cache-type-k and --cache-type-v", line,
+        )
     assert got == expected
+
+
+@pytest.mark.parametrize("drafting", [NO_DRAFTING, Drafting(nextn=True)])
+def test_a_history_that_cannot_be_pinned_gives_the_same_text(
+    machine: Machine, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    drafting: Drafting, tmp_path: Path,
+) -> None:
+    """From some slab on nothing can be pinned at all, not what runs pass through either. It is said once, with
+    what to do; steps that stream such a slab are not recorded; a conversation that is set aside comes back the same."""
+    monkeypatch.setattr(slabs, "_FIRST", 4)
+    monkeypatch.setattr(slabs, "_FULL", 8)
+    kv, path = kv_settings(ring_slots=3, run_pages=2), models["qwen35"]
+    if drafting.nextn:
+        path = write_tiny_qwen35(tmp_path / "mtp.gguf", seed=1, weight_type="q8_0", n_layer=4, interval=2, mtp=True)
+    reading = [(PREFILL, 64, 64)]
+    writing = [(DECODE, width, keep) for width, keep in ((1, 1), (8, 3), (2, 2), (8, 8))]
+
+    def run(pinned: bool) -> list[bytes]:
+        runtime = machine.runtime()
+        with engine(
+            path, kv=kv, pool=0.1, fixed=True, lower=True, drafting=drafting, device=lambda: machine.device(runtime)
+        ) as built:
+            logits = play(built, reading)
+            runtime.pinned = pinned
+            logits += play(built, 4 * reading)
+            built.unpark(built.park())
+            logits += play(built, writing)
+            assert built.report().h2d_bytes > 0
+            if drafting.nextn:
+                with built.open(3) as step:
+                    step.draft_next(1)
+                    logits.append(step.logits().tobytes())
+                    step.run([1, 2])
+                    logits.append(step.logits(0).tobytes())
+            assert built._kv._history.has_pageable != pinned
+            if not pinned:
+                assert built._captured.recorded == drafting.nextn   # a draft streams nothing
+            return logits
+
+    expected = run(pinned=True)
+    assert not caplog.records
+    assert run(pinned=False) == expected
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(said) == 2
+    assert "MiB of KV history are pinned, no more can be: the rest is copied more slowly; " in said[0]
+    assert "MiB of RAM for copies of the KV history cannot be pinned" in said[1]
+    assert all(line.endswith(pinning_advice_here()) for line in said)
 
 
 @pytest.mark.parametrize("name", ["drain", "vacate", "_bind"])

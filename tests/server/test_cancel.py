@@ -12,6 +12,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 from urllib.parse import urlsplit
 
 import httpx
@@ -20,8 +21,9 @@ import pytest
 from kvs_cli.server import jobs
 from kvs_cli.server.errors import ApiError
 from kvs_cli.server.jobs import Cancelled, Job, JobQueue
+from kvs_core.device.host.device import HostDevice
 from kvs_core.engine.session import Session
-from kvs_core.errors import DeviceError
+from kvs_core.errors import DeviceError, DeviceMemoryError
 from tests.server.running import Running, running
 from tests.server.scrapes import scrape
 
@@ -96,6 +98,26 @@ def test_a_failing_device_fails_its_request_alone(qwen: Running, monkeypatch: py
     again = qwen.post("/completion", **OWN)
     assert again["content"] == known["content"]
     assert again["timings"]["cache_n"] == 0
+
+
+@pytest.mark.parametrize("error", [DeviceMemoryError("no such memory"), MemoryError()])
+def test_memory_that_ends_fails_its_request_alone(
+    llama_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    """The request gets a 500 with the numbers and what to do, the log a line, and the next request its text."""
+    with running("-m", llama_path, "-c", 1024) as server:
+        with monkeypatch.context() as patch:
+            patch.setattr(HostDevice, "allocate_pinned", Mock(side_effect=error))
+            refused = server.post("/completion", 500, **FIXED)["error"]
+            assert server.http.get("/health").json() == {"status": "ok"}
+        assert refused["message"].startswith("no host memory for ")
+        assert "MiB of RAM are free); lower --ctx-size" in refused["message"]
+        lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+        assert len(lines) == 1
+        assert lines[0].endswith(refused["message"])
+        known = server.post("/completion", **FIXED)["content"]
+        server.post("/completion", **OWN)
+        assert server.post("/completion", **FIXED)["content"] == known
 
 
 def leave(server: Running, stream: bool, after_s: float) -> None:

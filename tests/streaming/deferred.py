@@ -17,7 +17,11 @@ from typing import Any
 
 import numpy as np
 
+from kvs_core.errors import DeviceMemoryError
+
 Work = Callable[[], None]
+
+LARGE_BYTES = 1 << 16
 
 
 class Node:
@@ -89,6 +93,7 @@ class DeferredGraph:
         self.nodes: list[Node] = []
 
     def launch(self) -> None:
+        self._runtime.check_graph("launch")
         compute, copies = self._runtime.compute, dict[int, Node]()
         root = compute.enqueue(None)
         for node in self.nodes:
@@ -99,7 +104,12 @@ class DeferredGraph:
 
 
 class DeferredRuntime:
-    """See above. ``graphs``: captures that have ended well."""
+    """See above.
+
+    graphs      captures that have ended well
+    pins_left   allocations of pinned memory that will be granted, by whether they are large; None: all
+    fail_graph  the next "capture" or "launch" of a graph finds no memory
+    """
 
     name = "deferred"
 
@@ -111,6 +121,8 @@ class DeferredRuntime:
         self._graph: DeferredGraph | None = None
         self._memory: list[np.ndarray] = []   # addresses of it are on their way
         self.graphs = 0
+        self.pins_left: dict[bool, int] | None = None
+        self.fail_graph = ""
 
     def do_some(self) -> None:
         """Time passes."""
@@ -126,7 +138,12 @@ class DeferredRuntime:
     def allocate(self, size_bytes: int, purpose: str) -> np.ndarray:
         return self._keep(np.zeros(max(size_bytes, 16), np.uint8))[:size_bytes]
 
-    def allocate_pinned(self, size_bytes: int) -> np.ndarray:
+    def allocate_pinned(self, size_bytes: int, purpose: str) -> np.ndarray:
+        if self.pins_left is not None:
+            is_large = size_bytes >= LARGE_BYTES
+            if self.pins_left[is_large] == 0:
+                raise DeviceMemoryError("no pinned memory")
+            self.pins_left[is_large] -= 1
         return self._keep(np.full(max(size_bytes, 16), 0xFF, np.uint8))[:size_bytes]
 
     def view(self, memory: np.ndarray, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
@@ -149,7 +166,13 @@ class DeferredRuntime:
         self._graph.nodes.append(root)
         self.compute.outside, self.compute.behind = self.compute.behind, [root]
 
+    def check_graph(self, what: str) -> None:
+        if self.fail_graph == what:
+            self.fail_graph = ""
+            raise DeviceMemoryError(f"no memory for the {what} of a graph")
+
     def end_capture(self) -> DeferredGraph:
+        self.check_graph("capture")
         graph = self._graph
         assert graph is not None
         before = set(_ancestors(self.compute.behind))

@@ -10,17 +10,20 @@ import ctypes
 from collections import defaultdict
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvs_core.device.base import AttentionParams, AttentionRows, StepInputs
+from kvs_core.device.cuda import device as cuda_device
 from kvs_core.device.cuda.device import CudaDevice
 from kvs_core.device.cuda.plan import DevicePlan
 from kvs_core.device.cuda.tables import STEP_PENDING, STEP_POSITION, STEP_ROWS, STEP_TOKENS
+from kvs_core.engine import captured
 from kvs_core.engine.captured import CapturedSteps
-from kvs_core.errors import DeviceError
+from kvs_core.errors import DeviceError, DeviceMemoryError
 from kvs_core.memory.phases import Phase
 from kvs_core.paging.geometry import KvType, PageGeometry
 from kvs_core.paging.residency import ResidencyConfig, ResidencyMode, least_pool_slots
@@ -46,6 +49,7 @@ class MarkOps:
         self.seen: dict[tuple[int, int], list[int]] = defaultdict(list)   # pages, by step and layer
         self.load_plan = device._ops.load_plan
         self.fail_at: tuple[str, int] | None = None   # op and layer
+        self.error = DeviceError("a broken part; mend it")
 
     def zero_page(self, pool: np.ndarray, geometry: PageGeometry, slot: int) -> None:
         def work() -> None:
@@ -110,7 +114,7 @@ class MarkOps:
 
     def _layer(self, layer: int, op: str) -> int:
         if self.fail_at == (op, layer):
-            raise DeviceError("a broken part; mend it")
+            raise self.error
         return layer
 
     def _step(self) -> tuple[int, int, int]:
@@ -157,6 +161,7 @@ class Simulation:
         self.kv = KvStream(self.device, GEOMETRY, config, CONTEXT)
         self.captured = CapturedSteps(self.device)
         self.tokens: list[int] = []
+        self.launched = self.eager = 0   # decode steps
         self._number = self._next_token = 0
         self._bind(pool_slots)
 
@@ -176,11 +181,14 @@ class Simulation:
                 for layer in range(LAYERS):
                     step.layer(layer).attend(AttentionRows(layer, layer, np.empty(rows)), PARAMS)
 
-            if phase is DECODE:
-                self.captured.launch(("step", rows), inputs, step, record)
+            captures = phase is DECODE and step.can_capture
+            if captures and self.captured.launch(("step", rows), inputs, step, record):
+                self.launched += 1
             else:
+                self.ops.fail_at = None
                 self.device.begin_step(inputs)
                 record()
+                self.eager += phase is DECODE
             if leave:
                 return
             keep = rows if phase is PREFILL else min(keep, rows)
@@ -272,6 +280,71 @@ def test_every_launch_finds_the_pages_of_its_step(
                 assert one.captured.recorded == recorded
             one.ops.fail_at = None
     one.check_history()
+    one.close()
+
+
+@settings(max_examples=60)
+@given(
+    rows=st.lists(st.integers(1, ROWS), min_size=4, max_size=30), pool=POOLS, ring=st.integers(0, 5),
+    run=st.integers(0, 4), start=st.integers(15 * PAGE, CONTEXT - 100), pinned=st.integers(0, 2 * LAYERS),
+    pieces=st.sampled_from([0, 2]), piece_bytes=st.sampled_from([5000, 20_000, 1 << 17]), seed=st.integers(0, 2**20),
+)
+def test_slabs_that_cannot_be_pinned_cost_time_and_no_bit(
+    rows: list[int], pool: int, ring: int, run: int, start: int, pinned: int, pieces: int, piece_bytes: int, seed: int
+) -> None:
+    """However many slabs are pinned, and whether the pieces are that the others pass through: every step reads the
+    tokens of its pages, and those that stream from a slab that is not pinned are not captured."""
+    with patch.object(cuda_device, "_PAGEABLE_BYTES", piece_bytes):
+        one = Simulation(seed, pool, ring=min(ring, pool - LEAST + 1), run=run)
+    one.runtime.pins_left = {True: pinned, False: pieces}
+    for _ in range(0, start, PREFILL_ROWS):
+        one.step(PREFILL, PREFILL_ROWS, 0)
+    for number, count in enumerate(rows):
+        before = one.eager
+        one.step(DECODE, count, count)
+        runs = one.kv.streamer.schedule.runs
+        assert one.eager - before == any(not one.kv._history.is_pinned(run) for run in runs)
+        if number % 7 == 3:
+            one.truncate(len(one.tokens) - 3 * PAGE)
+    assert one.kv._history.has_pageable == (pinned < 2 * LAYERS and len(one.kv._history._slabs[-1]) > pinned // LAYERS)
+    one.check_history()
+    one.close()
+
+
+NO_MEMORY = [("", ""), ("capture", ""), ("launch", ""), ("", "write_kv"), ("", "attend_decode"), ("", "finish_decode")]
+
+
+@settings(max_examples=60)
+@given(
+    moves=st.lists(
+        st.tuples(st.sampled_from(NO_MEMORY), st.integers(0, LAYERS - 1), st.integers(1, ROWS), st.booleans()),
+        min_size=3, max_size=20,
+    ),
+    pool=POOLS, ring=st.integers(0, 5), run=st.integers(0, 4), start=st.integers(0, CONTEXT - 200),
+    pause=st.integers(0, 3), seed=st.integers(0, 2**20),
+)
+def test_a_step_without_memory_for_its_recording_runs_as_it_comes(
+    moves: list[tuple[tuple[str, str], int, int, bool]], pool: int, ring: int, run: int, start: int, pause: int,
+    seed: int,
+) -> None:
+    """Wherever memory lacks: half way through a recording, at its end, or at a launch. Every step has its row, and
+    later ones are recorded again."""
+    with patch.object(captured, "PAUSE_STEPS", pause):
+        one = Simulation(seed, pool, ring=min(ring, pool - LEAST + 1), run=run)
+        for _ in range(0, start, PREFILL_ROWS):
+            one.step(PREFILL, PREFILL_ROWS, 0)
+        one.ops.error = DeviceMemoryError("no memory for a kernel")
+        for (graph, op), layer, rows, leave in moves:
+            one.runtime.fail_graph, one.ops.fail_at = graph, (op, layer) if op else None
+            eager = one.eager
+            one.step(DECODE, rows, rows, leave=leave)
+            assert one.eager > eager or graph != "launch"
+            one.runtime.fail_graph, one.ops.fail_at = "", None
+        launched = one.launched
+        for _ in range(pause + 1):
+            one.step(DECODE, 1, 0)
+        assert one.launched > launched
+        one.check_history()
     one.close()
 
 

@@ -7,13 +7,14 @@ from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvs_core.device.base import Buffer, Stream
 from kvs_core.device.host.device import HostDebug, HostDevice
-from kvs_core.errors import DeviceError
+from kvs_core.errors import DeviceError, DeviceMemoryError
 from kvs_core.memory.phases import Phase
 from kvs_core.paging.slots import PageId
 from tests.streaming.rig import LAYERS, PAGE, ROTATED, Pools, Rig
@@ -109,13 +110,25 @@ def test_a_failed_copy_ends_all_work_and_loses_nothing_published(share: float, d
         rig.close()
 
 
+@pytest.mark.parametrize("error", [DeviceMemoryError, MemoryError])
 @pytest.mark.parametrize("number", range(1, 3 * LAYERS + 1))
-def test_a_failed_pinned_allocation_costs_one_step_and_nothing_else(number: int) -> None:
+def test_a_failed_pinned_allocation_costs_one_step_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, number: int, error: type[Exception]
+) -> None:
     """The step that needs the memory is refused before it begins; once there is memory, the same step runs. Where a
     helper could not have it ahead of need, the step has it after all."""
     debug = HostDebug(poison=True, fail_alloc_at=number)   # the arena is number 0
     rig = Rig(ROTATED, LONG_CONTEXT, LONG_POOLS, HostDevice(1, debug=debug))
     messages: list[str] = []
+    allocate = rig.device.allocate_pinned
+
+    def allocate_pinned(size_bytes: int) -> np.ndarray:
+        try:
+            return allocate(size_bytes)
+        except DeviceMemoryError as refused:
+            raise error(str(refused)) from None
+
+    monkeypatch.setattr(rig.device, "allocate_pinned", allocate_pinned)
 
     def work() -> None:
         for move in LONG_SCRIPT:
@@ -133,7 +146,7 @@ def test_a_failed_pinned_allocation_costs_one_step_and_nothing_else(number: int)
     try:
         within(60, work)
         assert len(messages) == (number <= LAYERS)   # the first slabs are pinned by the step itself
-        assert all("no host memory" in message for message in messages)
+        assert all("no host memory" in line and "MiB of RAM are free); lower --ctx-size" in line for line in messages)
         assert next(rig.device._alloc_numbers) == 1 + 3 * LAYERS + 1   # and the one that failed
         assert rig.kv.cache.published == rig.committed
     finally:

@@ -11,11 +11,12 @@ import numpy as np
 
 from kvs_core.device.base import Buffer
 from kvs_core.device.cuda.cublas import CublasGemm
+from kvs_core.device.cuda.driver import OUT_OF_MEMORY
 from kvs_core.device.cuda.kernel import Gemm, Launcher
 from kvs_core.device.cuda.modules import CudaModules
 from kvs_core.device.cuda.runtime import Event, RawStream
-from kvs_core.errors import DeviceError
-from kvs_core.units import MIB
+from kvs_core.device.shortage import no_memory, no_pinned
+from kvs_core.errors import LESS_MEMORY, DeviceError, DeviceMemoryError
 
 _COPY_DEFAULT = 4   # cudaMemcpyDefault: from the addresses
 
@@ -33,6 +34,8 @@ def _ours(what: str) -> Callable[[Callable[_Args, _Result]], Callable[_Args, _Re
             try:
                 return method(*args, **kwargs)
             except RuntimeError as error:
+                if getattr(error, "status", None) == OUT_OF_MEMORY:
+                    raise DeviceMemoryError(f"CUDA has no memory for {what} ({error}); {LESS_MEMORY}") from error
                 raise DeviceError(f"CUDA failed in {what}: {error}") from error
 
         return call
@@ -99,6 +102,7 @@ class _CupyGraph:
 class CupyRuntime:
     """GPU ``index``. Device memory is taken from the driver as it is asked for: no pool holds what was given back."""
 
+    @_ours("starting the GPU")
     def __init__(self, index: int = 0) -> None:
         """Raises ``DeviceError`` if the GPU cannot be used, ``SettingsError`` as ``CudaModules`` does."""
         import cupy
@@ -119,6 +123,7 @@ class CupyRuntime:
         self.publish: RawStream = _CupyStream(cupy.cuda.Stream(non_blocking=True), _nothing)
         self._compute = compute
 
+    @_ours("asking for memory")
     def allocate(self, size_bytes: int, purpose: str) -> Buffer:
         """See ``Runtime``."""
         cupy = self._cupy
@@ -126,31 +131,26 @@ class CupyRuntime:
             memory = cupy.cuda.Memory(max(size_bytes, 1))
         except cupy.cuda.runtime.CUDARuntimeError as error:
             free, total = cupy.cuda.runtime.memGetInfo()
-            raise DeviceError(
-                f"{size_bytes / MIB:.0f} MiB of GPU memory for {purpose} cannot be had: {free / MIB:.0f} of "
-                f"{total / MIB:.0f} MiB are free; use a smaller arena, context or model, or end other programs"
-            ) from error
+            raise no_memory("GPU memory", purpose, size_bytes, free_bytes=free, total_bytes=total) from error
         buffer = cupy.ndarray((size_bytes,), np.uint8, cupy.cuda.MemoryPointer(memory, 0))
         self._clear(buffer)
         return buffer
 
-    def allocate_pinned(self, size_bytes: int) -> np.ndarray:
+    def allocate_pinned(self, size_bytes: int, purpose: str) -> np.ndarray:
         """See ``Runtime``. Not zeroed. Any thread may ask."""
         cupy = self._cupy
         try:
             with cupy.cuda.Device(self._index):
                 memory = cupy.cuda.PinnedMemory(max(size_bytes, 1))
         except cupy.cuda.runtime.CUDARuntimeError as error:
-            raise DeviceError(
-                f"{size_bytes / MIB:.0f} MiB of pinned host memory cannot be had; lower --ctx-size, or end other "
-                "programs"
-            ) from error
+            raise no_pinned(purpose, size_bytes) from error
         return np.frombuffer(cupy.cuda.PinnedMemoryPointer(memory, 0), np.uint8, size_bytes)
 
     def view(self, memory: Buffer, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Buffer:
         """See ``Runtime``."""
         return self._cupy.ndarray(shape, dtype, memory.data + offset)
 
+    @_ours("making an event")
     def event(self, *, timed: bool = False) -> Event:
         """See ``Runtime``. Those without a time are cheaper."""
         return _CupyEvent(self._cupy.cuda.Event(disable_timing=not timed))
@@ -192,7 +192,8 @@ class CupyRuntime:
     def measure_copies(self, size_bytes: int, times: int) -> float:
         """See ``Runtime``."""
         cuda = self._cupy.cuda
-        source, target = self.allocate_pinned(size_bytes), self.allocate(size_bytes, "a probe of the link")
+        source = self.allocate_pinned(size_bytes, "a probe of the link")
+        target = self.allocate(size_bytes, "a probe of the link")
         assert isinstance(self.copy, _CupyStream)
         stream = self.copy.raw
         seconds = []
@@ -205,6 +206,7 @@ class CupyRuntime:
             seconds.append(cuda.get_elapsed_time(begin, end) / 1e3)
         return size_bytes / float(np.median(seconds[1:]))
 
+    @_ours("asking for memory")
     def free_bytes(self) -> int:
         """See ``Runtime``."""
         return int(self._cupy.cuda.runtime.memGetInfo()[0])
@@ -214,7 +216,6 @@ class CupyRuntime:
         self._compute.synchronize()
         self.launcher.close()
         self._cublas.close()
-
 
     @_ours("clearing memory")
     def _clear(self, buffer: Buffer) -> None:

@@ -6,6 +6,7 @@ that. A decode step is a CUDA graph with a compute branch and a copy branch, lau
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -36,19 +37,25 @@ from kvs_core.device.cuda.cuda_ops import CudaOps
 from kvs_core.device.cuda.kernel import address
 from kvs_core.device.cuda.outline import CudaOutline
 from kvs_core.device.cuda.runtime import Graph, Runtime
+from kvs_core.device.cuda.stage import PageableCopies
 from kvs_core.device.cuda.steps import PlanTables, StepTable
 from kvs_core.device.cuda.streams import CaptureState, CudaStream, EventPool
 from kvs_core.device.cuda.uploads import FileBytes
 from kvs_core.device.cuda.weights import CudaWeight, RowsSection, WeightStore, part_bytes
+from kvs_core.device.pageable import PageableBytes, pageable_bytes
 from kvs_core.device.workspace import BufferSpec, Workspace
+from kvs_core.errors import DeviceMemoryError
 from kvs_core.formats.gguf import TensorInfo
 from kvs_core.formats.quants import dequantize_rows, row_bytes
 from kvs_core.memory.phases import Phase
 from kvs_core.paging.geometry import PageGeometry
 from kvs_core.units import MIB, Progress
 
+LOGGER = logging.getLogger(__name__)
+
 _EVENTS = 256            # made at start; a schedule with more runs makes more before it is captured
-_PROBE_BYTES = 64 * MIB
+_PROBE_BYTES, _LEAST_PROBE_BYTES = 64 * MIB, MIB
+_PAGEABLE_BYTES = 8 * MIB
 _PROBES = 5
 
 
@@ -98,6 +105,7 @@ class CudaDevice:
         self._copied = _Copied()
         self._published = _Copied()
         self._files = FileBytes(runtime, self._compute)
+        self._pageable = PageableCopies(runtime, _PAGEABLE_BYTES)
         self._weights = WeightStore(runtime.launcher, self._allocate_weights, self._files.upload, self._files.read)
         self._steps = StepTable(runtime, self._compute)
         self._plans: PlanTables | None = None
@@ -129,7 +137,7 @@ class CudaDevice:
 
     def allocate_pinned(self, size_bytes: int) -> np.ndarray:
         """See ``Device``."""
-        return self._runtime.allocate_pinned(size_bytes)
+        return self._runtime.allocate_pinned(size_bytes, "the KV history")
 
     def free_bytes(self) -> int:
         """See ``Device``."""
@@ -175,13 +183,13 @@ class CudaDevice:
         return part_bytes(infos)
 
     def load_table(self, info: TensorInfo) -> Weight:
-        """See ``Device``. It stays in pinned host memory, where kernels can read it: a step takes a row per token."""
+        """See ``Device``. It stays in pinned host memory, where kernels can read it: a step takes a row per token. If
+        that cannot be had, it takes memory of the GPU."""
         for table in self._tables:
             if table.name == info.name:
                 return table
         n_in, n_out = info.shape
-        rows = self._runtime.allocate_pinned(info.n_bytes)
-        self._files.read_here(info, rows)
+        rows = self._table_rows(info)
         section = RowsSection(info.quant, 0, n_out, row_bytes(info.quant, n_in), rows, None)
         table = CudaWeight(info.name, n_in, n_out, (section,), None)
         self._tables.append(table)
@@ -207,6 +215,18 @@ class CudaDevice:
             weights, self._weights.stacks, self._tables, geometry, attention, recurrent, activation
         )
         self._runtime.launcher.prepare(kernels, progress)
+
+    def _table_rows(self, info: TensorInfo) -> Buffer:
+        try:
+            pinned = self._runtime.allocate_pinned(info.n_bytes, f"tensor {info.name}")
+        except DeviceMemoryError as error:
+            held = self._allocate_weights(info.n_bytes)
+            LOGGER.warning("it takes memory of the GPU instead: %s", error)
+            self._files.read(info, 0, held)
+            self._vector_bytes += info.n_bytes
+            return held
+        self._files.read_here(info, pinned)
+        return pinned
 
     def _allocate_weights(self, size_bytes: int) -> Buffer:
         return self._runtime.allocate(size_bytes, "weights")
@@ -301,7 +321,12 @@ class CudaDevice:
         """See ``Device``."""
         assert dst.nbytes == src.nbytes, f"{src.nbytes} bytes into {dst.nbytes}"
         assert isinstance(stream, CudaStream)
-        self._runtime.enqueue_copy(address(dst), address(src), dst.nbytes, stream.raw)
+        if isinstance(src, PageableBytes):
+            self._pageable.to_device(address(dst), src, stream)
+        elif isinstance(dst, PageableBytes):
+            self._pageable.to_host(dst, address(src), stream)
+        else:
+            self._runtime.enqueue_copy(address(dst), address(src), dst.nbytes, stream.raw)
         if stream is self.copy:
             self._copied = self._copied.plus(_Copied(dst.nbytes, 1))
         elif stream is self.publish:
@@ -314,8 +339,7 @@ class CudaDevice:
         """See ``Device``."""
         assert values.nbytes == buffer.nbytes, f"{values.nbytes} bytes into {buffer.nbytes}"
         size = int(buffer.nbytes)
-        if self._downloads.size < size:
-            self._downloads = self._runtime.allocate_pinned(size)
+        self._room_for(size)
         self._downloads[:size] = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
         self._runtime.enqueue_copy(address(buffer), address(self._downloads), size, self._compute.raw)
         self._compute.synchronize()
@@ -323,19 +347,33 @@ class CudaDevice:
     def download(self, buffer: Buffer) -> np.ndarray:
         """See ``Device``."""
         size = int(buffer.nbytes)
-        if self._downloads.size < size:
-            self._downloads = self._runtime.allocate_pinned(size)
+        self._room_for(size)
         self._runtime.enqueue_copy(address(self._downloads), address(buffer), size, self._compute.raw)
         self._compute.synchronize()
         host: np.ndarray = self._downloads[:size].view(buffer.dtype).reshape(buffer.shape).copy()
         return host
 
+    def _room_for(self, size_bytes: int) -> None:
+        """Copies that the host waits for need no pinned memory, they are faster with it."""
+        if self._downloads.size < size_bytes:
+            purpose = "copies to and from the GPU"
+            try:
+                self._downloads = self._runtime.allocate_pinned(size_bytes, purpose)
+            except DeviceMemoryError:
+                self._downloads = np.asarray(pageable_bytes(size_bytes, purpose))
+
     # Facts.
 
     def link_bytes_per_s(self) -> float:
         """See ``Device``."""
-        if not self._link_bytes_per_s:
-            self._link_bytes_per_s = self._runtime.measure_copies(_PROBE_BYTES, _PROBES)
+        size = _PROBE_BYTES
+        while not self._link_bytes_per_s:
+            try:
+                self._link_bytes_per_s = self._runtime.measure_copies(size, _PROBES)
+            except DeviceMemoryError:
+                if size <= _LEAST_PROBE_BYTES:
+                    raise
+                size //= 2
         return self._link_bytes_per_s
 
     def counters(self) -> Counters:
@@ -358,6 +396,7 @@ class CudaDevice:
                 stream.synchronize()
         finally:
             self._arena = None
+            self._files.close()
             self._runtime.close()
 
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from kvs_core.errors import DeviceError
+from kvs_core.errors import LESS_MEMORY, DeviceError, DeviceMemoryError
 
 INVALID_CONTEXT = 201
+OUT_OF_MEMORY = 2   # the runtime has the same number for it
 _NO_DEVICE = 100
 
 # CUdevice_attribute
@@ -107,4 +108,6 @@ class Driver:
             text = ctypes.c_char_p()
             self.library.cuGetErrorString(status, ctypes.byref(text))
             meaning = (text.value or b"unknown error").decode()
+            if status == OUT_OF_MEMORY:
+                raise DeviceMemoryError(f"CUDA has no memory for {what}: {meaning} ({status}); {LESS_MEMORY}")
             raise DeviceError(f"CUDA failed in {what}: {meaning} ({status})")

@@ -32,12 +32,12 @@ class Graph(Protocol):
     """Captured work."""
 
     def launch(self) -> None:
-        """Enqueue it on the stream it was captured from."""
+        """Enqueue it on the stream it was captured from. ``DeviceMemoryError`` where it finds no memory: nothing is."""
         ...
 
 
 class Runtime(Protocol):
-    """One GPU. Errors of the runtime are ``DeviceError``s.
+    """One GPU. Errors of the runtime are ``DeviceError``s, those for want of memory ``DeviceMemoryError``s.
 
     compute, copy, publish  its streams; the launcher and the products work on ``compute``
     """
@@ -50,11 +50,11 @@ class Runtime(Protocol):
     publish: RawStream
 
     def allocate(self, size_bytes: int, purpose: str) -> Buffer:
-        """Zeroed device memory, uint8 [size_bytes]. ``DeviceError`` naming ``purpose`` if there is none."""
+        """Zeroed device memory, uint8 [size_bytes]. ``DeviceMemoryError`` naming ``purpose`` if there is none."""
         ...
 
-    def allocate_pinned(self, size_bytes: int) -> np.ndarray:
-        """Host memory that copies move fast, and that kernels can read. ``DeviceError`` if there is none."""
+    def allocate_pinned(self, size_bytes: int, purpose: str) -> np.ndarray:
+        """Host memory that copies move fast, and that kernels can read. ``DeviceMemoryError`` if there is none."""
         ...
 
     def view(self, memory: Buffer, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Buffer:
@@ -70,7 +70,8 @@ class Runtime(Protocol):
         ...
 
     def enqueue_copy(self, dst: int, src: int, size_bytes: int, stream: RawStream) -> None:
-        """Copy between addresses of device or pinned memory."""
+        """Copy between addresses of device or pinned memory. Outside of captures, host memory that is not pinned may
+        take the place of that which is: the call then blocks while its bytes are read, or until they are there."""
         ...
 
     def begin_capture(self) -> None:
@@ -78,7 +79,7 @@ class Runtime(Protocol):
         ...
 
     def end_capture(self) -> Graph:
-        """The recorded work, ready to be launched."""
+        """The recorded work, ready to be launched. ``DeviceMemoryError`` where a graph of it finds no memory."""
         ...
 
     def abandon_capture(self) -> None:

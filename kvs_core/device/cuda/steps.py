@@ -37,7 +37,7 @@ class _Staged:
     """Pinned words that a copy may still be reading."""
 
     def __init__(self, runtime: Runtime, words: int) -> None:
-        self.words = runtime.allocate_pinned(4 * words).view(np.int32)
+        self.words = runtime.allocate_pinned(4 * words, "the inputs of steps").view(np.int32)
         self.words[:] = 0
         self._fence: Fence | None = None
 

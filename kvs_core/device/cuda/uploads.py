@@ -9,12 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from kvs_core.device.base import Buffer, Fence
+from kvs_core.device.base import Buffer
 from kvs_core.device.cuda.kernel import address
 from kvs_core.device.cuda.ops.synthetic import DrawBlocks
 from kvs_core.device.cuda.runtime import Runtime
+from kvs_core.device.cuda.stage import Stage
 from kvs_core.device.cuda.streams import CudaStream
-from kvs_core.formats.gguf import TensorInfo
+from kvs_core.formats.gguf import TensorInfo, let_go
 from kvs_core.formats.synthetic_blocks import DrawnBytes
 from kvs_core.units import MIB, Progress, ceil_div
 
@@ -29,9 +30,7 @@ class FileBytes:
     def __init__(self, runtime: Runtime, compute: CudaStream) -> None:
         self._runtime = runtime
         self._compute = compute
-        self._pinned: list[np.ndarray] = []
-        self._fences: list[Fence | None] = [None, None]
-        self._turn = 0
+        self._stage = Stage(runtime, "weights on their way", _PIECE_BYTES)
         self._done = 0
         self._total = 0
         self._progress: Progress | None = None
@@ -56,7 +55,9 @@ class FileBytes:
         """Fill ``out``, uint8 on the host, with all bytes of a tensor."""
         for start in range(0, out.size, _PIECE_BYTES):
             part = out[start : start + _PIECE_BYTES]
-            self._fill(part, info.data[start : start + part.size])
+            data = info.data[start : start + part.size]
+            self._fill(part, data)
+            let_go(data)
 
     def upload(self, array: np.ndarray) -> Buffer:
         """A small host array on the device for good, same shape and type."""
@@ -68,20 +69,27 @@ class FileBytes:
     def finish(self) -> None:
         """All is there; the pinned pieces go. More uploads take new ones."""
         self._compute.synchronize()
-        self._pinned = []
         self._draw.finish()
         self._progress = None
+        self.close()
+
+    def close(self) -> None:
+        """Let go of memory and threads, of work that was broken off too; no copy is under way. Idempotent."""
+        self._stage.close()
         if self._readers is not None:
             self._readers.shutdown()
             self._readers = None
 
     def _copy(self, data: np.ndarray, target: int) -> None:
-        for start in range(0, data.size, _PIECE_BYTES):
-            part = data[start : start + _PIECE_BYTES]
-            staged = self._next_piece()[: part.size]
-            self._fill(staged, part)
-            self._runtime.enqueue_copy(target + start, address(staged), part.size, self._compute.raw)
-            self._fences[self._turn] = self._compute.record()
+        start = 0
+        while start < data.size:
+            piece = self._stage.next()
+            part = data[start : start + piece.size]
+            self._fill(piece[: part.size], part)
+            let_go(part)   # it counts as memory of this process otherwise
+            self._runtime.enqueue_copy(target + start, address(piece), part.size, self._compute.raw)
+            self._stage.sent(self._compute.record())
+            start += part.size
 
     def _fill(self, out: np.ndarray, data: np.ndarray) -> None:
         if out.size <= _READER_BYTES:
@@ -94,13 +102,3 @@ class FileBytes:
         list(self._readers.map(
             np.copyto, (out[cut : cut + step] for cut in cuts), (data[cut : cut + step] for cut in cuts)
         ))
-
-    def _next_piece(self) -> np.ndarray:
-        if not self._pinned:
-            self._pinned = [self._runtime.allocate_pinned(_PIECE_BYTES) for _ in range(2)]
-            self._fences = [None, None]
-        self._turn = 1 - self._turn
-        fence = self._fences[self._turn]
-        if fence is not None:
-            fence.wait()
-        return self._pinned[self._turn]

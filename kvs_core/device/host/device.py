@@ -41,7 +41,7 @@ from kvs_core.device.host.streams import ComputeStream, CopyStream
 from kvs_core.device.host.weights import HeldMatrix, HostWeight, HostWeights, aligned_bytes
 from kvs_core.device.host.workers import Team
 from kvs_core.device.workspace import BufferSpec, Workspace
-from kvs_core.errors import DeviceError
+from kvs_core.errors import DeviceError, DeviceMemoryError
 from kvs_core.formats.gguf import TensorInfo, split_experts
 from kvs_core.formats.quants import dequantize_rows
 from kvs_core.memory.phases import Phase
@@ -316,7 +316,7 @@ class HostDevice:
 
     def _allocate_bytes(self, size_bytes: int, purpose: str) -> np.ndarray:
         if next(self._alloc_numbers) == self._debug.fail_alloc_at:
-            raise DeviceError(f"{size_bytes} bytes for {purpose} cannot be had, as asked for")
+            raise DeviceMemoryError(f"{size_bytes} bytes for {purpose} cannot be had, as asked for")
         return aligned_bytes(size_bytes, purpose)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -12,6 +13,7 @@ from threadpoolctl import ThreadpoolController  # type: ignore[import-untyped]
 
 _CGROUP = Path("/sys/fs/cgroup")
 _CPUS = Path("/sys/devices/system/cpu")
+_PROC_VERSION = Path("/proc/version")
 _INSTRUCTION_SETS = ("avx", "avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile",
                      "asimd", "asimdhp", "asimddp", "sve", "sve2")
 
@@ -57,6 +59,19 @@ def memory_limit_bytes() -> int | None:
     folder, limit_name, _, _ = _memory_cgroup()
     limit = _text(folder / limit_name)
     return int(limit) if limit and limit.isdecimal() and int(limit) < total_ram_bytes() else None
+
+
+def locked_limit_bytes() -> int | None:
+    """What a process may lock in RAM; None: no limit."""
+    import resource  # not on every system
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def is_wsl() -> bool:
+    """Whether this is Linux within Windows."""
+    return sys.platform == "linux" and "microsoft" in (_text(_PROC_VERSION) or "").lower()
 
 
 def cpu_model() -> str:

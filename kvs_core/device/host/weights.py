@@ -17,9 +17,9 @@ import numpy.typing as npt
 from gguf import GGMLQuantizationType
 
 from kvs_core.device.host.machine import available_cores, available_ram_bytes
-from kvs_core.errors import DeviceError
-from kvs_core.formats.gguf import TensorInfo
-from kvs_core.formats.quants import dequantize_rows
+from kvs_core.device.shortage import no_ram
+from kvs_core.formats.gguf import TensorInfo, let_go
+from kvs_core.formats.quants import dequantize_rows, row_bytes
 from kvs_core.memory.phases import Phase
 from kvs_core.units import MIB, Progress, ceil_div
 
@@ -41,9 +41,8 @@ _ALIGNMENT = 4096
 
 
 def aligned_bytes(size_bytes: int, purpose: str) -> npt.NDArray[np.uint8]:
-    """Unset memory that begins at a page. Raises ``DeviceError`` if there is not that much."""
-    available = available_ram_bytes()
-    if size_bytes <= available:
+    """Unset memory that begins at a page. Raises ``DeviceMemoryError`` if there is not that much."""
+    if size_bytes <= available_ram_bytes():
         try:
             memory = np.empty(size_bytes + _ALIGNMENT, np.uint8)
         except MemoryError:
@@ -51,10 +50,7 @@ def aligned_bytes(size_bytes: int, purpose: str) -> npt.NDArray[np.uint8]:
         else:
             start = -memory.ctypes.data % _ALIGNMENT
             return memory[start : start + size_bytes]
-    raise DeviceError(
-        f"{-(-size_bytes // MIB)} MiB of RAM for {purpose} cannot be had, {available // MIB} MiB are available; "
-        "use a smaller context, arena or model, or end other programs"
-    )
+    raise no_ram(purpose, size_bytes)
 
 
 class HostMatrix(ABC):
@@ -218,6 +214,8 @@ def _fill(held: Sequence[tuple[TensorInfo, Floats]], progress: Progress | None) 
     def fill(job: tuple[TensorInfo, int, Floats]) -> int:
         info, first, out = job
         dequantize_rows(info, first, len(out), out)
+        size = row_bytes(info.quant, out.shape[1])
+        let_go(info.data, first * size, (first + len(out)) * size)
         return info.n_bytes * out.size // info.n_elements
 
     done = 0
