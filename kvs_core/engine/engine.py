@@ -88,25 +88,31 @@ class Engine:
             device=BudgetDevice.of(device), drafting=drafting,
         )
         first = plan(free_bytes=device.free_bytes())
-        device.capabilities.check(first.geometry, experts=spec.experts is not None)   # before the weights
+        for geometry in first.pages.each:   # before the weights
+            device.capabilities.check(geometry, experts=spec.experts is not None, parts=spec.parts)
         self._model = load_model(
             file, device, context_tokens=first.context.context_tokens, rope=rope, nextn=drafting.nextn,
             progress=progress,
         )
+        layers = drafting.kv_layers(spec)
+        reads = drafting.kv_reads(spec)
+        shapes = first.pages
         device.prepare_ops(
-            plan(free_bytes=device.free_bytes()).geometry, self._model.attention, self._model.recurrent,
+            [shapes.geometry(layers[layer]) for layer in reads], self._model.attention, self._model.recurrent,
             spec.activation, kernel_progress,
         )
         budget = plan(free_bytes=device.free_bytes())   # an arena chosen here comes from what the weights left
-        self.context, self.geometry, self.need = budget.context, budget.geometry, budget.need
+        self.context, self.shapes, self.need = budget.context, budget.pages, budget.need
+        self.geometry = budget.geometry
         self.memory = budget.memory
         self._mode = budget.mode
         device.allocate_arena(self.memory.arena_bytes)
         pages = self.geometry.pages_of(self.context.context_tokens)
-        layers = drafting.kv_layers(spec)
-        device.reserve_steps(len(layers), pages, self.context.ubatch_tokens)
+        device.reserve_steps(len(reads), pages, self.context.ubatch_tokens)
         config = replace(budget.residency, link_bytes_per_s=device.link_bytes_per_s())
-        self._kv = KvStream(device, self.geometry, config, self.context.context_tokens)
+        self._kv = KvStream(
+            device, self.geometry, config, self.context.context_tokens, sliding=budget.pages.sliding, reads=reads
+        )
         self._state = RecurrentState(spec, device)
         self._captured = CapturedSteps(device)
         self._kept = Kept()

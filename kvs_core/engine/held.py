@@ -13,7 +13,7 @@ from kvs_core.engine.forecast import IN_FILE, Weights
 from kvs_core.formats.gguf import GgufFile, TensorInfo
 from kvs_core.formats.quants import row_bytes
 from kvs_core.models.spec import ModelSpec
-from kvs_core.models.weights import split_experts
+from kvs_core.models.weights import PER_LAYER_TABLE, split_experts
 from kvs_core.units import ceil_div
 
 FLOATS = "float32"
@@ -80,9 +80,12 @@ def held_on_host(free_bytes: int) -> Held:
     return held
 
 
+_NOT_MULTIPLIED = ("conv1d.weight", "embed_tokens.weight", PER_LAYER_TABLE)
+
+
 def _tensors(file: GgufFile, spec: ModelSpec, nextn: bool, *, dimensions: int) -> Iterable[TensorInfo]:
     for info in file.tensors.values():
-        if len(info.shape) != dimensions or info.name.endswith(("conv1d.weight", "embed_tokens.weight")):
+        if len(info.shape) != dimensions or info.name.endswith(_NOT_MULTIPLIED):
             continue
         if _layer(info.name) < spec.n_layer or nextn:
             yield info

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvs_core.device.base import AttentionParams, Buffer, Device, GdnShape, StepSizes, Turn, Weight
+from kvs_core.device.base import (
+    AttentionParams,
+    Buffer,
+    Device,
+    GdnShape,
+    PerLayerWeights,
+    StepSizes,
+    Turn,
+    Weight,
+)
 from kvs_core.device.workspace import BufferSpec, Workspace
 from kvs_core.memory.phases import Phase
 from kvs_core.models.blocks import (
@@ -17,6 +26,8 @@ from kvs_core.models.blocks import (
     FeedForward,
     KvView,
     LayerStates,
+    Mixture,
+    PerLayer,
     Step,
     attention_columns,
 )
@@ -34,8 +45,10 @@ def forward_buffers(spec: ModelSpec, rows: int, *, nextn: bool = False) -> list[
         buffers += NextN.buffers(rows, spec.n_embd)
     for layer in (*spec.layers, *(spec.nextn if nextn else ())):
         buffers += (Attention if layer.gdn is None else DeltaNet).buffers(layer, rows)
-    if spec.experts is None:
-        buffers += FeedForward.buffers(rows, spec.n_ff)
+        if spec.experts is None:
+            buffers += FeedForward.buffers(rows, layer.n_ff or spec.n_ff)
+    if spec.n_per_layer:
+        buffers += PerLayer.buffers(rows, spec.n_layer * spec.n_per_layer)
     return list(dict.fromkeys(buffers))
 
 
@@ -66,15 +79,25 @@ def step_sizes(spec: ModelSpec, rows: int) -> StepSizes:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer of the trunk."""
+    """One layer of the trunk.   scale: of the residual rows behind it"""
 
     mixer: Attention | DeltaNet
-    feed_forward: FeedForward | Experts
+    feed_forward: FeedForward | Experts | Mixture
+    per_layer: PerLayer | None = None
+    scale: float = 1.0
 
     def add_to(self, step: Step) -> None:
-        """Both parts."""
+        """All parts."""
         self.mixer.add_to(step)
+        self.finish(step)
+
+    def finish(self, step: Step) -> None:
+        """All behind the mixer."""
         self.feed_forward.add_to(step)
+        if self.per_layer is not None:
+            self.per_layer.add_to(step)
+        if self.scale != 1.0:
+            step.ops.scale(step.x, self.scale)
 
 
 class Model:
@@ -90,8 +113,10 @@ class Model:
         output_norm: Buffer,
         head: Weight,
         nextn: NextN | None = None,
+        per_layer: PerLayerWeights | None = None,
     ) -> None:
         self.spec = spec
+        self._per_layer = per_layer
         self._ops = device.ops
         self._embedding = embedding
         self._layers = tuple(layers)
@@ -150,7 +175,7 @@ class Model:
         for layer in self._layers:
             if isinstance(layer.mixer, Attention):
                 layer.mixer.add_to_tiles(tiles, turn)
-                each(layer.feed_forward.add_to)
+                each(layer.finish)
             else:
                 each(layer.add_to)
         if self.nextn is not None:
@@ -180,3 +205,6 @@ class Model:
 
     def _embed(self, step: Step) -> None:
         self._ops.embed(self._embedding, step.x, factor=self.spec.embedding_factor)
+        if self._per_layer is not None:
+            out = step.rows("per_layer")
+            self._ops.per_layer_inputs(step.x, self._per_layer, out, eps=step.eps, phase=step.batch.phase)

@@ -55,6 +55,7 @@ GELU_TABLE_BLOCKS = 5e-2
 SAME_BLOCKS = 1e-2
 """With q rounded as llama.cpp does, what is left is the order of float16 sums in its attention."""
 
+GEMMAS = ("gemma3", "gemma4")
 MIXTURES = ("qwen3moe", "qwen35moe")
 CLOSE_CHOICES = 0.05
 """Of a mixture's positions, how many may differ by more: where two experts are about as likely, the last bits of
@@ -83,7 +84,7 @@ def _gelu_of_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def same_maths(arch: str) -> float:
     """How far log-probabilities may be off with float32 KV."""
-    return GELU_TABLE if arch == "gemma3" else SAME_MATHS
+    return GELU_TABLE if arch in GEMMAS else SAME_MATHS
 
 
 @pytest.mark.parametrize("arch", sorted(ARCHS))
@@ -123,7 +124,7 @@ def test_tiny_models_with_quantised_kv(tiny_models: dict[str, Path], arch: str, 
     expected = theirs(path, tokens, type_k="q8_0", type_v="q4_0")
     distance, mixture = Distance.between(got, expected), arch in MIXTURES
     if round_q:
-        limit = GELU_TABLE_BLOCKS if arch == "gemma3" else SAME_BLOCKS
+        limit = GELU_TABLE_BLOCKS if arch in GEMMAS else SAME_BLOCKS
         assert share_beyond(got, expected, limit) <= (CLOSE_CHOICES if mixture else 0.0)
         assert mixture or distance.kl < 1e-5
     assert distance.kl < (2e-3 if mixture else 1e-4)

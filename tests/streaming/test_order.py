@@ -117,7 +117,7 @@ def test_a_page_coming_back_is_waited_for_before_it_moves() -> None:
         assert device.copies > before
         coming = set(rig.kv._promoted)
         rig.enter(Phase.DECODE)
-        assert coming & set(rig.kv._table)
+        assert coming & set(rig.kv._pools)
         step(rig, device, Phase.DECODE, DECODE_ROWS, DECODE_ROWS)
     finally:
         rig.close()
@@ -150,7 +150,7 @@ def test_ring_slots_come_and_go_in_order(changes: list[tuple[int, int, int, int]
     """A ring that grows over slots in use until now, and shrinks again; steps left between reading and releasing."""
     dice = random.Random(seed)
     device = TracedDevice(ROTATED, seed)
-    history = HostHistory(device, ROTATED, LAYERS, 40)
+    history = HostHistory(device, [ROTATED.page_bytes] * LAYERS, 40)
     history.ensure(40)
     for layer in range(LAYERS):
         for page in range(40):

@@ -17,6 +17,8 @@ from kvs_core.device.base import (
     GdnShape,
     GdnState,
     GdnWeights,
+    MixtureWeights,
+    PerLayerWeights,
     RopeTable,
     StepInputs,
     StepSizes,
@@ -112,7 +114,7 @@ class CudaOps:
         self._embed.reserve(max(max_rows, MAX_ROWS), self._upload)
 
     def kernels(
-        self, weights: Sequence[CudaWeight], tables: Sequence[CudaWeight], geometry: PageGeometry,
+        self, weights: Sequence[CudaWeight], tables: Sequence[CudaWeight], geometries: Sequence[PageGeometry],
         attention: Sequence[AttentionParams], recurrent: Sequence[GdnShape], activation: Activation,
     ) -> list[Kernel]:
         """All that a model with these parts launches."""
@@ -121,7 +123,7 @@ class CudaOps:
         kernels = list(self._matmul.kernels_for(weights, gated_norm=bool(recurrent), activation=activation))
         for table in tables:
             kernels += embed.kernels_for(table.sections[0].quant)
-        for params in attention:
+        for params, geometry in zip(attention, geometries, strict=True):
             kernels += write_kv.kernels_for(params, geometry)
             kernels += attend_decode.kernels_for(params, geometry, launcher)
             kernels += attend_prefill.kernels_for(geometry, launcher.shared_bytes, window=params.window)
@@ -184,6 +186,25 @@ class CudaOps:
     def add_experts(self, x: Buffer, norm: Buffer, weights: ExpertWeights, *, eps: float, phase: Phase) -> None:
         """See ``Ops.add_experts``. There are no kernels for it, as ``capabilities`` says."""
         raise AssertionError("a mixture of experts on a device that refuses it")
+
+    def add_mixture(self, x: Buffer, weights: MixtureWeights, *, eps: float, phase: Phase) -> None:
+        """See ``Ops.add_mixture``. There are no kernels for it, as ``capabilities`` says."""
+        raise AssertionError("experts beside a dense feed-forward on a device that refuses them")
+
+    def per_layer_inputs(self, x: Buffer, weights: PerLayerWeights, out: Buffer, *, eps: float, phase: Phase) -> None:
+        """See ``Ops.per_layer_inputs``. There are no kernels for it, as ``capabilities`` says."""
+        raise AssertionError("embeddings per layer on a device that refuses them")
+
+    def add_per_layer(
+        self, x: Buffer, inputs: Buffer, gate: Weight, project: Weight, norm: Buffer, *, eps: float, phase: Phase
+    ) -> None:
+        """See ``Ops.add_per_layer``, and ``per_layer_inputs``."""
+        raise AssertionError("embeddings per layer on a device that refuses them")
+
+    def scale(self, x: Buffer, factor: float) -> None:
+        """See ``Ops.scale``."""
+        self._matmul.flush()
+        self._norm.scale(x, factor)
 
     def load_plan(self, layer: int, rows: int, plan: LayerPlan) -> DevicePlan:
         """See ``Ops.load_plan``."""

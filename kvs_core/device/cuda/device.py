@@ -177,14 +177,14 @@ class CudaDevice:
         return self._ops.load_rope(table)
 
     def prepare_ops(
-        self, geometry: PageGeometry, attention: Sequence[AttentionParams], recurrent: Sequence[GdnShape],
-        activation: Activation, progress: Progress | None = None,
+        self, geometries: Sequence[PageGeometry], attention: Sequence[AttentionParams],
+        recurrent: Sequence[GdnShape], activation: Activation, progress: Progress | None = None,
     ) -> None:
         """See ``Device``: compile what the model's steps will launch, or find it in the cache on disk."""
         self._files.finish()
         self._weights.finish()
         weights = list(self._weights.weights)
-        kernels = self._ops.kernels(weights, self._tables, geometry, attention, recurrent, activation)
+        kernels = self._ops.kernels(weights, self._tables, geometries, attention, recurrent, activation)
         self._runtime.launcher.prepare(kernels, progress)
 
     def _allocate_weights(self, size_bytes: int) -> Buffer:

@@ -25,6 +25,7 @@ from kvs_core.device.base import (
     Counters,
     GdnShape,
     Ops,
+    Part,
     RopeTable,
     StepInputs,
     StepSizes,
@@ -100,6 +101,7 @@ class HostDevice:
             head_dims=None,
             max_decode_rows=_PROBE_ROWS,
             experts=True,
+            parts=frozenset(Part),
         )
         self._debug = debug or HostDebug()
         self._compute, self._copy, self._publish = ComputeStream(), CopyStream("copy"), CopyStream("publish")
@@ -206,8 +208,8 @@ class HostDevice:
         return host
 
     def prepare_ops(
-        self, geometry: PageGeometry, attention: Sequence[AttentionParams], recurrent: Sequence[GdnShape],
-        activation: Activation, progress: Progress | None = None,
+        self, geometries: Sequence[PageGeometry], attention: Sequence[AttentionParams],
+        recurrent: Sequence[GdnShape], activation: Activation, progress: Progress | None = None,
     ) -> None:
         """See ``Device``. Nothing is compiled."""
 
