@@ -70,7 +70,7 @@ def make_plan(model: OpenModel, settings: EngineSettings, device: Device, *, mea
     free_bytes = device.free_bytes()
     ram_bytes = free_bytes if device.is_host else available_ram_bytes()
     setup = _setup(model, settings, settings.kv, device, free_bytes)
-    device.capabilities.check(setup.budget.geometry, experts=model.spec.experts is not None)
+    _check_kernels(setup, model, device)
     _check_fits(setup, device, free_bytes, ram_bytes)
     if measure:
         forget_rates(device)
@@ -101,6 +101,12 @@ def _setup(
         device=BudgetDevice.of(device), drafting=drafting,
     )
     return Setup.of(model.spec, budget, kv, weights, drafting)
+
+
+def _check_kernels(setup: Setup, model: OpenModel, device: Device) -> None:
+    """``CapabilityError`` for what the device has no code for."""
+    for geometry in setup.budget.pages.each:
+        device.capabilities.check(geometry, experts=model.spec.experts is not None, parts=model.spec.parts)
 
 
 def _needed_bytes(setup: Setup) -> int:
@@ -134,7 +140,7 @@ def _check_fits(setup: Setup, device: Device, free_bytes: int, ram_bytes: int) -
 
 def _history_bytes(setup: Setup) -> int:
     budget = setup.budget
-    return budget.geometry.pages_of(budget.context.context_tokens) * setup.kv_layers * budget.geometry.page_bytes
+    return budget.geometry.pages_of(budget.context.context_tokens) * sum(setup.page_bytes)
 
 
 def _alternatives(
@@ -155,7 +161,7 @@ def _alternatives(
     for name, kv in changes:
         try:
             other = _setup(model, settings, kv, device, free_bytes)
-            device.capabilities.check(other.budget.geometry, experts=model.spec.experts is not None)
+            _check_kernels(other, model, device)
             _check_fits(other, device, free_bytes, ram_bytes)
             yield Alternative(name, kv, forecast(other, find_rates(device, kv).rates, end.tokens, rounds))
         except BudgetError:

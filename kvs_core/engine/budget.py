@@ -68,6 +68,18 @@ class Pages:
         """Of a layer's pages."""
         return self.sliding if self.sliding is not None and layer.window else self.shared
 
+    def page_bytes(self, layers: Sequence[LayerSpec]) -> list[int]:
+        """Of a page of each layer."""
+        return [self.geometry(layer).page_bytes for layer in layers]
+
+    def token_bytes(self, layers: Sequence[LayerSpec]) -> list[int]:
+        """That one position takes in each layer."""
+        return [self.geometry(layer).token_bytes for layer in layers]
+
+    def layout_id(self) -> str:
+        """``PageGeometry.layout_id`` of all shapes."""
+        return "+".join(geometry.layout_id for geometry in self.each)
+
     @property
     def each(self) -> tuple[PageGeometry, ...]:
         """The shapes there are."""
@@ -288,12 +300,20 @@ def plan_budget(
     residency = ResidencyConfig(
         mode, len(layers), geometry.page_bytes,
         ring_slots=windows.ring_in(pool_slots - windows.resident_slots) if windows else kv.ring_slots,
-        run_pages=kv.run_pages, head_pages=drafting.head_pages, favoured=len(layers) - len(spec.kv_layers),
+        run_pages=kv.run_pages, head_pages=drafting.head_pages, favoured=_favoured(layers, spec),
         sliding_slots=need.sliding_slots,
         window_pages=windows.pages if windows else (),
         sliding_pages=sliding_pages(layers, geometry) if any(layer.window for layer in layers) else (),
     )
     return Budget(plan, residency, pages, need, buffers, memory)
+
+
+def _favoured(layers: Sequence[LayerSpec], spec: ModelSpec) -> int:
+    """The last layers whose pages are read several times in a round: those of the MTP block, or the one that others
+    share."""
+    last = spec.kv_layers[-1:]
+    shared = any(layer.shares and layer.kv_index == last[0].kv_index for layer in spec.layers)
+    return len(layers) - len(spec.kv_layers) + int(shared)
 
 
 def _check_plain(spec: ModelSpec, context_tokens: int) -> None:

@@ -46,7 +46,7 @@ class KvReport:
     mode: str
     arena_bytes: int
     page_tokens: int
-    page_bytes: int
+    page_bytes: int                # of those that stream
     stats: KvStats
     layer_numbers: Sequence[int]   # the model's numbers of the layers that ``stats`` counts
     h2d_bytes: int
@@ -243,6 +243,11 @@ class Engine:
             self._kv.room_for(layer, page)[:] = np.frombuffer(data, np.uint8)
         self._kv.restore(tokens)
         self.go_back(checkpoint)
+
+    @property
+    def page_bytes(self) -> list[int]:
+        """Bytes of a page of each layer with keys and values."""
+        return self.shapes.page_bytes(self._drafting.kv_layers(self.spec))
 
     @property
     def kv_layers(self) -> int:

@@ -164,6 +164,8 @@ class Setup:
     layers       of the trunk, of every kind
     favoured     of the layers with K and V, the last ones, that are the MTP block's
     windows      keys that a row sees of each layer with K and V, 0: all
+    page_bytes   of each of them; token_bytes: of a token in each
+    reads        whose K and V each attention of a step reads, in order
     """
 
     budget: Budget
@@ -173,17 +175,24 @@ class Setup:
     layers: int
     kv_layers: int
     windows: tuple[int, ...]
+    page_bytes: tuple[int, ...]
+    token_bytes: tuple[int, ...]
+    reads: tuple[int, ...]
     favoured: int = 0
     head_pages: int = 0
 
     @staticmethod
     def of(spec: ModelSpec, budget: Budget, kv: KvSettings, weights: Weights, drafting: Drafting) -> Setup:
         """As the engine will have it."""
-        windows = tuple(layer.window for layer in drafting.kv_layers(spec))
+        holding = drafting.kv_layers(spec)
+        windows = tuple(layer.window for layer in holding)
         layers = len(windows)
         favoured = layers - len(spec.kv_layers)
         state = state_bytes(spec) + drafting.table_bytes(spec)
-        return Setup(budget, kv, weights, state, spec.n_layer, layers, windows, favoured, drafting.head_pages)
+        return Setup(
+            budget, kv, weights, state, spec.n_layer, layers, windows, tuple(budget.pages.page_bytes(holding)),
+            tuple(budget.pages.token_bytes(holding)), tuple(drafting.kv_reads(spec)), favoured, drafting.head_pages,
+        )
 
     @property
     def trunk_kv_layers(self) -> int:
@@ -193,7 +202,8 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where the pages of a step are. ``cuts``: per layer, pages before it are streamed, but for those of the head."""
+    """Where the pages of a step are. ``cuts``: per layer, pages before it are streamed, but for those of the head.
+    ``streamed_pages`` are counted as often as they are copied in a step."""
 
     pages: int
     cuts: tuple[int, ...]
@@ -234,7 +244,7 @@ def place(setup: Setup, rates: Rates, tokens: int, rows: int) -> Placement:
     config = replace(budget.residency, link_bytes_per_s=rates.link_bytes_per_s)
     pages = geometry.pages_of(tokens + rows)
     # The policy's own measure of the gap between two attention layers: a step that streams nothing, over its layers.
-    gap_s = _kernels_s(setup, rates, 0, 1, runs=0) / setup.kv_layers
+    gap_s = _kernels_s(setup, rates, 0, 1, runs=0) / len(setup.reads)
     cuts: tuple[int, ...] = (0,) * setup.kv_layers
     # A prompt of so many tokens is read first: not all that a smaller pool gave up then comes back.
     for phase, first, last in (
@@ -245,7 +255,8 @@ def place(setup: Setup, rates: Rates, tokens: int, rows: int) -> Placement:
         )
         state = residency_step(config, ResidencyState(cuts), seen)
         cuts = state.cuts
-    streamed = [config.streamed(cut) for cut in state.cuts]
+    away = [len(config.streamed(cut)) for cut in state.cuts]
+    streamed = [config.streamed(state.cuts[layer]) for layer in setup.reads]
     count = sum(map(len, streamed))
     runs = 0
     if count:
@@ -255,7 +266,7 @@ def place(setup: Setup, rates: Rates, tokens: int, rows: int) -> Placement:
         runs = len(schedule.runs)
     every = pages * setup.kv_layers - sum(state.first_pages)
     return Placement(
-        every, state.cuts, every - count, count, state.ring_slots, runs,
+        every, state.cuts, every - sum(away), count, state.ring_slots, runs,
         count * geometry.page_bytes,
     )
 
@@ -283,13 +294,14 @@ def _kernels_s(setup: Setup, rates: Rates, tokens: int, rows: int, runs: int) ->
     Of experts, each row reads its own: two that choose the same one are the exception.
     """
     weights = setup.weights
-    token_bytes = setup.budget.geometry.token_bytes
-    seen = [min(tokens + rows, window or tokens + rows) for window in setup.windows]
+    read = [
+        setup.token_bytes[layer] * min(tokens + rows, setup.windows[layer] or tokens + rows) for layer in setup.reads
+    ]
     return (
         sum(rates.multiply_s(part, rows) for part in (weights.trunk, weights.head, weights.nextn))
         + sum(rates.choose_s(part, weights.share * rows) for part in (weights.experts, weights.nextn_experts))
         + (setup.layers + setup.favoured) * rates.layer_s
-        + sum(rates.attend_s(token_bytes * each, rows) for each in seen)
+        + sum(rates.attend_s(each, rows) for each in read)
         + runs * (rates.run_s + (rates.run_rows_s if rows > 1 else 0.0))
     )
 
@@ -306,11 +318,15 @@ def _draft_s(setup: Setup, rates: Rates, tokens: int, placement: Placement, kind
         attention_s = len(cuts) * rates.attend_s(geometry.token_bytes * tokens, 1)
     else:
         parts, experts, layers = (weights.trunk, weights.head), weights.experts, setup.layers
-        cuts = cuts[: setup.trunk_kv_layers]
         streamed_s = 0.0
         away = [geometry.page_tokens * (cut - min(setup.head_pages, cut)) for cut in cuts]
-        seen = [min(tokens - each, window or tokens) for each, window in zip(away, setup.windows, strict=False)]
-        attention_s = sum(rates.attend_s(geometry.token_bytes * max(0, each), 1) for each in seen)
+        trunk = [layer for layer in setup.reads if layer < setup.trunk_kv_layers]
+        attention_s = sum(
+            rates.attend_s(
+                setup.token_bytes[layer] * max(0, min(tokens - away[layer], setup.windows[layer] or tokens)), 1
+            )
+            for layer in trunk
+        )
     multiply_s = sum(rates.multiply_s(part, 1) for part in parts) + rates.choose_s(experts, weights.share)
     return max(multiply_s + layers * rates.layer_s + attention_s, streamed_s) + rates.draft_s
 

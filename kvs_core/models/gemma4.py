@@ -49,6 +49,8 @@ __all__ = ["ARCH", "load_layers", "load_nextn", "load_per_layer", "nextn_tensors
 
 ARCH = "gemma4"
 
+_SOFTCAP = 30.0   # of logits where the file says nothing, as in llama.cpp
+
 
 def read_spec(file: GgufFile) -> ModelSpec:
     """The model that the file's metadata describe. Raises ModelFileError or CapabilityError."""
@@ -68,7 +70,7 @@ def read_spec(file: GgufFile) -> ModelSpec:
         embedding_factor=sqrt(keys.n_embd),
         activation=Activation.GELU,
         post_norms=True,
-        logit_softcap=read_softcap(file, ARCH),
+        logit_softcap=read_softcap(file, ARCH, _SOFTCAP),
         v_norms=True,
         n_ff=max(widths),
         n_per_layer=file.get_u32(f"{ARCH}.embedding_length_per_layer_input", 0, most=MAX_WIDTH),

@@ -374,7 +374,7 @@ class KvStream:
             return
         moved = self.streamer.schedule.streamed_pages * self.geometry.page_bytes
         if moved == 0:
-            self._gaps[Phase.DECODE] = _Gap(step_s / self.layers, step_s / self.layers)
+            self._gaps[Phase.DECODE] = _Gap(step_s / len(self.reads), step_s / len(self.reads))
         advice = self._pace.observe(step_s, moved)
         if advice is Advice.GROW:
             self.streamer.note_starved()

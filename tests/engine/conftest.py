@@ -72,7 +72,7 @@ def wide_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             folder / "gemma3.gguf", seed=2, n_layer=3, window=40, pattern=[True, False, False], **small
         ),
         "gemma4": write_tiny_gemma4(
-            folder / "gemma4.gguf", seed=2, window=40, pattern=[True, False, True, False], embd=32, heads=2,
-            kv_heads=(1, 2), head_dims=(32, 64), ffn=32, more=Gemma4(shared=1, per_layer=16),
+            folder / "gemma4.gguf", seed=2, window=40, pattern=[False, True, False, True, False], embd=32,
+            heads=2, kv_heads=(1, 2), head_dims=(32, 64), ffn=32, more=Gemma4(shared=2, per_layer=16),
         ),
     }

@@ -237,7 +237,7 @@ def test_what_is_lent_is_large_enough(wide_models: dict[str, Path], model: str) 
             rings = [[ring] for layer in buffers.rings.values() for ring in layer.values()]
             assert 8 * len(buffers.workspaces) - 8 < rows <= 8 * len(buffers.workspaces) == 8 * len(buffers.scratch)
             used = sorted(span_of(arrays) for arrays in (*tiles, *rings))
-            first_slot = stats(built).pool_pages
+            first_slot = len(layout.pool) - built._kv.lent_slots
             assert layout.pool[first_slot].ctypes.data <= used[0].start
             assert used[-1].stop <= pool_end
             assert all(before.stop <= after.start for before, after in pairwise(used))

@@ -47,7 +47,7 @@ def forward(path: Path, tokens: Sequence[int], *, gelu_table: bool = False) -> R
         x = block(model, layer, x)
     hidden = rms_norm(x, model.tensor("output_norm.weight"), model.eps)
     logits = hidden @ model.head.T
-    cap = model.key("final_logit_softcapping", 0.0)
+    cap = model.key("final_logit_softcapping", 30.0 if model.arch == "gemma4" else 0.0)
     return Result(cap * np.tanh(logits / cap) if cap else logits, hidden)
 
 

@@ -373,7 +373,7 @@ def write_tiny_gemma4(
     head_dims: tuple[int, int] = (64, 128),
     window: int = 80,
     pattern: Sequence[bool] = (True, True, False, True, False),
-    softcap: float = 20.0,
+    softcap: float | None = 20.0,
     context_length: int = 32768,
     more: Gemma4 = Gemma4(),
 ) -> Path:
@@ -394,7 +394,7 @@ def write_tiny_gemma4(
     writer.add_sliding_window_pattern(list(pattern))
     writer.add_shared_kv_layers(more.shared)
     writer.add_embedding_length_per_layer_input(more.per_layer)
-    if softcap:
+    if softcap is not None:
         writer.add_final_logit_softcapping(softcap)
     if more.experts:
         _add_experts(writer, more.experts)
