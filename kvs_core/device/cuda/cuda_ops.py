@@ -27,7 +27,7 @@ from kvs_core.device.base import (
 from kvs_core.device.cuda.context import Context
 from kvs_core.device.cuda.kernel import Gemm, Kernel, Launcher
 from kvs_core.device.cuda.ops import attend_decode, attend_prefill, embed, gdn, write_kv
-from kvs_core.device.cuda.ops.attend_decode import AttendDecode
+from kvs_core.device.cuda.ops.attend_decode import LEAST_SHARED_FOR_512, AttendDecode
 from kvs_core.device.cuda.ops.attend_prefill import AttendPrefill
 from kvs_core.device.cuda.ops.embed import Embed, Rope
 from kvs_core.device.cuda.ops.gdn import Gdn
@@ -48,6 +48,7 @@ from kvs_core.paging.geometry import KvType, PageGeometry, PageOrder
 from kvs_core.paging.spans import LayerPlan
 
 _LEAST_HEAD_DIM, _MOST_HEAD_DIM = 32, 256
+_WIDE_HEAD_DIM = 512   # beside those, where there is shared memory for it
 
 
 class CudaOps:
@@ -75,10 +76,11 @@ class CudaOps:
 
     def capabilities(self, name: str) -> Capabilities:
         """What there are kernels for."""
+        wide = {_WIDE_HEAD_DIM} if self._context.launcher.shared_bytes >= LEAST_SHARED_FOR_512 else set()
         return Capabilities(
             device=name,
             kv_pairs=frozenset(itertools.product(KvType, KvType)),
-            head_dims=frozenset(range(_LEAST_HEAD_DIM, _MOST_HEAD_DIM + 1, 16)),
+            head_dims=frozenset(range(_LEAST_HEAD_DIM, _MOST_HEAD_DIM + 1, 16)) | wide,
             max_decode_rows=MAX_ROWS,
             experts=False,
         )
