@@ -257,7 +257,8 @@ def _width(model: Section) -> str:
     if experts is None:
         return f"feed-forward {model['n_ff']}"
     shared = f" and one of {experts['n_shared']} for all" if experts["n_shared"] else ""
-    return f"{experts['used']} of {experts['count']} experts of {experts['n_ff']}{shared}"
+    dense = f" beside a feed-forward of {model['n_ff']}" if model["n_ff"] else ""
+    return f"{experts['used']} of {experts['count']} experts of {experts['n_ff']}{shared}{dense}"
 
 
 def _layer_lines(groups: list[Section]) -> dict[str, str]:
