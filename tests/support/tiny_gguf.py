@@ -369,7 +369,7 @@ def write_tiny_gemma4(
     embd: int = 64,
     ffn: int | list[int] = 96,
     heads: int = 4,
-    kv_heads: tuple[int, int] = (2, 1),
+    kv_heads: tuple[int, int] = (4, 1),
     head_dims: tuple[int, int] = (64, 128),
     window: int = 80,
     pattern: Sequence[bool] = (True, True, False, True, False),
