@@ -168,13 +168,10 @@ def _add_plain(writer: gguf.GGUFWriter, pre: str) -> Vocab:
     alphabet = {char: bytes([byte]) for byte, char in enumerate(byte_alphabet())}
     merged, merges = [], []
     for pair in merge_rules():
+        raw = [b"".join(alphabet[char] for char in part) for part in pair]
         with suppress(UnicodeDecodeError):   # parts of a character are no token here
-            left, right = (
-                b"".join(alphabet[char] for char in part).decode().replace(" ", "\N{LOWER ONE EIGHTH BLOCK}")
-                for part in pair
-            )
-            merged.append(left + right)
-            merges.append(f"{left} {right}")
+            merged.append(b"".join(raw).decode().replace(" ", "\N{LOWER ONE EIGHTH BLOCK}"))
+            merges.append(" ".join(part.decode().replace(" ", "\N{LOWER ONE EIGHTH BLOCK}") for part in raw))
     pieces = dict.fromkeys([*merged, *sorted({char for piece in merged for char in piece})])
     texts = [*style.control, *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
     types = [gguf.TokenType.CONTROL] * control + [gguf.TokenType.BYTE] * 256 + [gguf.TokenType.NORMAL] * len(pieces)
