@@ -94,7 +94,9 @@ def _setup(
     drafting = Drafting.of(settings.speculative.types)
     drafting.check(model.spec)
     held = held_on_host(free_bytes) if device.is_host else held_on_cuda
-    weights = held_weights(model.file, model.spec, held, nextn=drafting.nextn, table=device.is_host)
+    weights = held_weights(
+        model.file, model.spec, held, nextn=drafting.nextn, table=device.is_host, twice=not device.is_host
+    )
     loaded = weights.size_bytes + drafting.table_bytes(model.spec)
     budget = plan_budget(
         model.spec, settings.context, kv, free_bytes=max(0, free_bytes - loaded),

@@ -354,6 +354,7 @@ class StepSizes:
     heads, kv_heads, k_dim  of the attention layers; 0 without
     gdn         of the recurrent layers; None without
     post_norms  whether there is an ``add_normed``
+    per_layer_columns  of ``per_layer_inputs``; 0 without
     """
 
     rows: int
@@ -366,6 +367,7 @@ class StepSizes:
     k_dim: int
     gdn: GdnShape | None = None
     post_norms: bool = False
+    per_layer_columns: int = 0
 
 
 class Weight(Protocol):

@@ -23,12 +23,15 @@ Held = Callable[[TensorInfo], tuple[str, int]]
 """The name of the form in which a matrix is held, and its bytes."""
 
 
-def held_weights(file: GgufFile, spec: ModelSpec, held: Held, *, nextn: bool, table: bool = False) -> Weights:
+def held_weights(
+    file: GgufFile, spec: ModelSpec, held: Held, *, nextn: bool, table: bool = False, twice: bool = False
+) -> Weights:
     """What a step reads. Matrices are the tensors of two dimensions, but for the taps of convolutions, and experts'
     parts of those of three, which are held last.
 
     nextn  with the MTP block
     table  the token table is held in device memory even if it is not the head
+    twice  keys' matrices that make values too are held, and read, for both
     """
     table_bytes = 0
     trunk: Counter[str] = Counter()
@@ -44,7 +47,7 @@ def held_weights(file: GgufFile, spec: ModelSpec, held: Held, *, nextn: bool, ta
         else:
             part = block if _layer(info.name) >= spec.n_layer else trunk
         name, size = held(info)
-        part[name] += size
+        part[name] += size * (2 if twice and _makes_values(file, info.name) else 1)
     experts: Counter[str] = Counter()
     block_experts: Counter[str] = Counter()
     for info in _tensors(file, spec, nextn, dimensions=3):
@@ -89,6 +92,11 @@ def _tensors(file: GgufFile, spec: ModelSpec, nextn: bool, *, dimensions: int) -
             continue
         if _layer(info.name) < spec.n_layer or nextn:
             yield info
+
+
+def _makes_values(file: GgufFile, name: str) -> bool:
+    """Whether it is a keys' matrix of a layer that has none for values."""
+    return name.endswith(".attn_k.weight") and name.replace("attn_k", "attn_v") not in file.tensors
 
 
 def _layer(name: str) -> int:

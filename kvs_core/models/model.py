@@ -74,6 +74,7 @@ def step_sizes(spec: ModelSpec, rows: int) -> StepSizes:
         k_dim=max((layer.k_dim for layer in attention), default=0),
         gdn=gdn[0] if gdn else None,
         post_norms=spec.post_norms,
+        per_layer_columns=spec.n_layer * spec.n_per_layer,
     )
 
 

@@ -125,7 +125,7 @@ def write_models(folder: Path, machine: Machine) -> dict[str, Path]:
             # Heads of the published models.
             "gemma4": write_tiny_gemma4(
                 gemma4, seed=2, weight_type="q8_0", pattern=[True, False, True, False, True, False],
-                kv_heads=(4, 1), head_dims=(256, 512), more=Gemma4(shared=2, values=False),
+                kv_heads=(4, 1), head_dims=(256, 512), more=Gemma4(shared=2, per_layer=64, values=False),
             ),
             "llama": write_tiny_llama(llama, seed=2, weight_type="q8_0"),
             "qwen2": write_tiny_qwen2(qwen2, seed=2, weight_type="q8_0"),
@@ -139,7 +139,7 @@ def write_models(folder: Path, machine: Machine) -> dict[str, Path]:
     )
     write_tiny_gemma4(
         gemma4, seed=2, weight_type="q8_0", window=40, pattern=[False, True, False, False], embd=32, heads=2,
-        kv_heads=(1, 1), head_dims=(32, 64), ffn=32, more=Gemma4(shared=1, values=False),
+        kv_heads=(1, 1), head_dims=(32, 64), ffn=32, more=Gemma4(shared=1, per_layer=32, values=False),
     )
     write_tiny_llama(llama, seed=2, n_layer=2, weight_type="q8_0", **small)
     write_tiny_qwen2(qwen2, seed=2, n_layer=2, weight_type="q8_0", embd=64, heads=2, kv_heads=1, ffn=32)

@@ -170,6 +170,16 @@ def test_pages_are_where_the_engine_has_them(tiny_models: dict[str, Path], model
         engine.close()
 
 
+def test_keys_that_make_values_too_are_held_twice() -> None:
+    """On a GPU, in the layers without a matrix for values."""
+    file = synthetic_model("gemma4-31b:q8_0")
+    spec = read_spec(file)
+    once, twice = (
+        held_weights(file, spec, held_on_cuda, nextn=False, twice=twice).size_bytes for twice in (False, True)
+    )
+    assert twice - once == 10 * held_on_cuda(file.tensors["blk.5.attn_k.weight"])[1]
+
+
 @pytest.mark.parametrize(("name", "nextn", "held"), [
     ("qwen3.5-27b:iq4_xs", False, 13_979_176_960), ("qwen3.5-27b:iq4_xs:mtp", True, 14_204_784_640)])
 def test_weights_on_a_gpu(name: str, nextn: bool, held: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from math import sqrt
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from kvs_core.device.base import (
     GdnState,
     GdnWeights,
     MixtureWeights,
+    Part,
     PerLayerWeights,
     RopeTable,
     StepInputs,
@@ -34,6 +36,8 @@ from kvs_core.device.cuda.ops.gdn import Gdn
 from kvs_core.device.cuda.ops.matmul import MAX_ROWS, DecodeMatmul
 from kvs_core.device.cuda.ops.norm import Norm
 from kvs_core.device.cuda.ops.norm import instances as norm_instances
+from kvs_core.device.cuda.ops.per_layer import PerLayer
+from kvs_core.device.cuda.ops.per_layer import instances as per_layer_instances
 from kvs_core.device.cuda.ops.prefill_matmul import PrefillMatmul
 from kvs_core.device.cuda.ops.prefill_matmul import instances as prefill_matmul_instances
 from kvs_core.device.cuda.ops.sample import MAX_TOP_K, Sample
@@ -68,6 +72,7 @@ class CudaOps:
         self._attend_prefill = AttendPrefill(context)
         self._gdn = Gdn(context)
         self._sample = Sample(context)
+        self._per_layer = PerLayer(context)
         self._plans: PlanTables | None = None
         self._tables: list[CudaWeight] = []
         self._names: tuple[str, ...] = ()
@@ -83,6 +88,7 @@ class CudaOps:
             head_dims=frozenset(range(_LEAST_HEAD_DIM, _MOST_HEAD_DIM + 1, 16)) | wide,
             max_decode_rows=MAX_ROWS,
             experts=False,
+            parts=frozenset({Part.PER_LAYER}),
         )
 
     def page_order(self, geometry: PageGeometry) -> PageOrder:
@@ -95,7 +101,7 @@ class CudaOps:
 
     def scratch(self, phase: Phase, sizes: StepSizes) -> list[BufferSpec]:
         """The families' buffers."""
-        families = (self._matmul, self._prefill_matmul, self._gdn, self._sample)
+        families = (self._matmul, self._prefill_matmul, self._gdn, self._sample, self._per_layer)
         specs = [spec for family in families for spec in family.scratch(phase, sizes)]
         self._names = tuple(dict.fromkeys([*self._names, *(spec.name for spec in specs)]))
         return specs
@@ -132,6 +138,8 @@ class CudaOps:
         for shape in recurrent:
             kernels += gdn.kernels_for(shape, launcher.shared_bytes)
         kernels += itertools.chain(prefill_matmul_instances(arch), sample_instances(arch), norm_instances(arch))
+        if len(tables) > 1:   # embeddings per layer have a table of their own
+            kernels += per_layer_instances(arch)
         return list(dict.fromkeys(kernels))
 
     def begin_step(self, inputs: StepInputs) -> None:
@@ -194,14 +202,29 @@ class CudaOps:
         raise AssertionError("experts beside a dense feed-forward on a device that refuses them")
 
     def per_layer_inputs(self, x: Buffer, weights: PerLayerWeights, out: Buffer, *, eps: float, phase: Phase) -> None:
-        """See ``Ops.per_layer_inputs``. There are no kernels for it, as ``capabilities`` says."""
-        raise AssertionError("embeddings per layer on a device that refuses them")
+        """See ``Ops.per_layer_inputs``."""
+        table = weights.table
+        assert isinstance(table, CudaWeight)
+        self._embed.rows(table, out, sqrt(len(weights.norm)))
+        projected = self._product(x, weights.project, phase)
+        self._per_layer.inputs(out, projected, weights.norm, x.shape[1], eps=eps)
 
     def add_per_layer(
         self, x: Buffer, inputs: Buffer, gate: Weight, project: Weight, norm: Buffer, *, eps: float, phase: Phase
     ) -> None:
-        """See ``Ops.add_per_layer``, and ``per_layer_inputs``."""
-        raise AssertionError("embeddings per layer on a device that refuses them")
+        """See ``Ops.add_per_layer``."""
+        rows = self._product(x, gate, phase)
+        self._per_layer.gate(rows, inputs)
+        self.add_normed(rows, project, norm, x, eps=eps, phase=phase)
+
+    def _product(self, x: Buffer, weight: Weight, phase: Phase) -> Buffer:
+        """x @ weight.T, in the scratch until the next.   x [T, n_in]; the result [T, n_out], contiguous"""
+        out = self._per_layer.rows(len(x), weight.n_out)
+        self._write.clear(out)
+        self.add_projected(x, weight, out, phase=phase)
+        if phase is Phase.DECODE:
+            self._matmul.flush()
+        return out
 
     def scale(self, x: Buffer, factor: float) -> None:
         """See ``Ops.scale``."""
