@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvs_core.device.base import Activation, Capabilities, Part
-from kvs_core.engine.budget import Pages
+from kvs_core.engine.pages import Pages
 from kvs_core.errors import CapabilityError, ModelFileError
 from kvs_core.formats.gguf import GgufFile
 from kvs_core.formats.tokenizer import Tokenizer
