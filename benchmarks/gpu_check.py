@@ -233,7 +233,10 @@ def run_tests(path: str) -> str:
     """The last line of pytest, on the GPU alone; with a path those that are about it."""
     about = ["tests/ops/test_cuda_path.py", "tests/engine/test_cuda_path.py"]
     if not path:
-        about = ["tests/ops", about[1], "tests/engine/test_cuda_engine.py", "tests/device/test_cuda_device.py"]
+        about = [
+            "tests/ops", about[1], "tests/engine/test_cuda_engine.py", "tests/engine/test_cuda_experts.py",
+            "tests/device/test_cuda_device.py",
+        ]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", "-n", "6",
                "--dist", "loadfile", "-k", "cuda", *about]
     done = subprocess.run(

@@ -7,7 +7,7 @@
 //   W [n_out] rows of row_bytes as in common/gguf_blocks.cuh; out [T][out_stride] f32
 //
 // -DTYPE=F32 | F16 | BF16 | Q8_0 | Q4_0 | Q4_1 | Q5_0 | Q5_1 | IQ4_NL | Q2_K | Q3_K | Q4_K | Q5_K | Q6_K | IQ4_XS
-// -DROWS=1 | 2 | 4 | 6 | 8   rows a kernel is made for: T <= ROWS
+// -DROWS=1 | 2 | 4 | 6 | 8   rows a kernel is made for; more are that many to a grid row (y), each as if alone
 //
 // A row of W is cut into tiles of 256 columns, which are dealt to ``slices`` warps: warp s has tiles s, s + slices, ...
 // A lane adds up its eight columns of each tile, the lanes are added by halving distances, the slices in order. Neither
@@ -48,6 +48,15 @@ template <int N> struct Shares<N, 0> {
   static constexpr int SHARE = N, COPIES = 0;
   DEVICE static int add(float*, int) { return 0; }
 };
+
+// The rows of this block's grid row.
+DEVICE void own_rows(const float*& x, int x_stride, const float*& sums, int n_in, float*& out, int out_stride,
+                     int& n_rows) {
+  const int first = blockIdx.y * ROWS;
+  x += (size_t)first * x_stride, out += (size_t)first * out_stride;
+  if (sums) sums += (size_t)first * tiles_of(n_in);
+  n_rows = min(ROWS, n_rows - first);
+}
 
 // Columns k .. k + 3 of a row of x, zeros beyond n.
 DEVICE float4 load_x(const float* row, int k, int n) {
@@ -112,7 +121,7 @@ DEVICE void stage(float4* staged, const float* x, int x_stride, int n_rows, int 
 constexpr int SLOT_WORDS = WARP_ROWS * (int)sizeof(Weights::Raw) / 4, FREE_WORDS = ROWS <= 2 ? 48 : 36;
 constexpr int AHEAD = FREE_WORDS < 2 * SLOT_WORDS ? 1 : FREE_WORDS < 4 * SLOT_WORDS ? FREE_WORDS / SLOT_WORDS : 4;
 
-// Grid: any number of blocks up to the sets of WARP_ROWS * WARPS / slices rows. Dynamic shared memory: ROWS KiB per
+// Grid x: any number of blocks up to the sets of WARP_ROWS * WARPS / slices rows. Dynamic shared memory: ROWS KiB per
 // tile of a chunk. slices <= tiles and divides WARPS.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
 matmul_rows(const float* x, int x_stride, const float* sums_of_squares, float eps, const u8* weights,
@@ -120,6 +129,7 @@ matmul_rows(const float* x, int x_stride, const float* sums_of_squares, float ep
             int slices, int chunk_tiles) {
   extern __shared__ float4 staged[];
   __shared__ float scales[ROWS], parts[2][WARPS][WARP_ROWS * ROWS];
+  own_rows(x, x_stride, sums_of_squares, n_in, out, out_stride, n_rows);
   const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
   const int slice = warp % slices, set_rows = WARP_ROWS * (WARPS / slices);
   const int tiles = tiles_of(n_in), sets = (n_out + set_rows - 1) / set_rows;
@@ -197,11 +207,12 @@ matmul_rows(const float* x, int x_stride, const float* sums_of_squares, float ep
 constexpr int FEW_SLICES = 16;
 constexpr int FEW_TILES = ROWS <= 4 ? 2 : 1;   // fetched at once
 
-// Grid: n_out.
+// Grid x: n_out.
 extern "C" __global__ void __launch_bounds__(32 * FEW_SLICES)
 matmul_few_rows(const float* x, int x_stride, const float* sums_of_squares, float eps, const u8* weights,
                 long long row_bytes, int n_in, int n_out, const float* bias, float* out, int out_stride, int n_rows) {
   __shared__ float scales[ROWS], parts[FEW_SLICES][ROWS];
+  own_rows(x, x_stride, sums_of_squares, n_in, out, out_stride, n_rows);
   const int slice = threadIdx.x >> 5, lane = threadIdx.x & 31, tiles = tiles_of(n_in);
   const u8* row = weights + blockIdx.x * row_bytes;
   Weights::Raw raw[FEW_TILES];

@@ -98,6 +98,7 @@ class RunResult:
 
     synthetic         the model's weights are random
     decode_h2d_bytes  what the steps behind the prompt moved to the device; the rest is in ``kv``
+    dropped_tokens    forgotten by context shifts
     """
 
     path: Path
@@ -114,6 +115,7 @@ class RunResult:
     decode_h2d_bytes: int
     probs: tuple[TokenProbs, ...]
     drafts: Drafts | None
+    dropped_tokens: int
 
     @property
     def h2d_bytes_per_token(self) -> float:
@@ -138,6 +140,7 @@ class RunResult:
             "token_ids": list(self.token_ids),
             "text": self.text,
             "stop_reason": self.stop_reason,
+            "dropped_tokens": self.dropped_tokens,
             "seed": self.seed,
             "timings": asdict(self.timings) | ({} if self.drafts is None else {
                 "draft_n": self.drafts.drafted, "draft_n_accepted": self.drafts.accepted,

@@ -49,7 +49,9 @@ class SavedText:
         LOGGER.info("session: %d of %d prompt tokens are there already", kept, len(prompt))
         return kept
 
-    def save(self, text: Sequence[int]) -> None:
-        """Write the file, for a session that has come to these tokens, prompt included. ``SessionFileError``."""
-        saved = save_session(self.session, self._path, self._key, text[len(self.session.tokens) :])
-        LOGGER.info("session: %d tokens, %.1f MiB in %s", len(text), saved.size_bytes / MIB, self._path)
+    def save(self, text: Sequence[int], *, dropped: int = 0) -> None:
+        """Write the file, for a session that has come to these tokens, prompt included, and has forgotten ``dropped``
+        of them. ``SessionFileError``."""
+        tail = text[dropped + len(self.session.tokens) :]
+        saved = save_session(self.session, self._path, self._key, tail)
+        LOGGER.info("session: %d tokens, %.1f MiB in %s", saved.tokens + len(tail), saved.size_bytes / MIB, self._path)

@@ -20,7 +20,9 @@ from kvs_cli.prompt import prompt_tokens, read_prompt
 from kvs_cli.render import Screen, end_text, log_summary, print_json, write_text
 from kvs_cli.result import INTERRUPTED, Drafts, RunResult, Timings
 from kvs_cli.saved_text import SavedText, check_place
+from kvs_core.device.choose import begin_opening
 from kvs_core.engine.completion import Piece, complete
+from kvs_core.engine.context_shift import ContextShift
 from kvs_core.engine.engine import Engine
 from kvs_core.engine.round import accept_prompt
 from kvs_core.engine.session import TAIL_TOKENS, Session, check_prompt
@@ -37,6 +39,7 @@ def execute(settings: RunSettings) -> int:
     if settings.session is not None:
         check_place(settings.session)
     text = read_prompt(settings.prompt)
+    begin_opening(settings.engine.device)
     model = open_model(settings.engine.model, screen, settings.engine.rope)
     context = plan_context(model, settings.engine)
     goes_on = not text and settings.session is not None and settings.session.exists()
@@ -56,7 +59,7 @@ def execute(settings: RunSettings) -> int:
             print_json(result.as_json())
         log_summary(result)
         if saved is not None:
-            saved.save([*prompt, *result.token_ids])
+            saved.save([*prompt, *result.token_ids], dropped=result.dropped_tokens)
     return ending.INTERRUPTED if result.stop_reason == INTERRUPTED else 0
 
 
@@ -94,14 +97,18 @@ def _generate(
     if rule is not None:
         sampler.constrain(rule)
     speculation = make_speculation(engine, settings.engine.speculative, sampler, model.tokenizer.eog_ids)
+    context = settings.engine.context
+    shift = None
+    if context.shift:
+        shift = ContextShift(context.keep, prompt_tokens=len(prompt), bos=model.tokenizer.add_bos)
     pieces: list[Piece] = []
     token_s: list[float] = []
-    n_predict = settings.engine.context.n_predict
+    n_predict = context.n_predict
     stop_reason = INTERRUPTED if n_predict else "length"   # where no piece says why the text ends
     try:
         with closing(complete(
             session, sampler, logits, model.tokenizer, n_predict=n_predict, stops=output.stop, special=output.special,
-            n_probs=output.n_probs if output.json else 0, speculation=speculation,
+            n_probs=output.n_probs if output.json else 0, speculation=speculation, shift=shift,
         )) as completion:
             for piece in completion:
                 token_s.append(time.perf_counter())
@@ -129,6 +136,7 @@ def _generate(
         decode_h2d_bytes=report.h2d_bytes - prompt_h2d_bytes,
         probs=tuple(piece.probs for piece in pieces if piece.probs is not None),
         drafts=_drafts(speculation),
+        dropped_tokens=0 if shift is None else shift.dropped,
     )
 
 

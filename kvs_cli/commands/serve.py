@@ -31,6 +31,7 @@ from kvs_cli.server.replies import Names
 from kvs_cli.server.routes import Routes
 from kvs_cli.server.service import Service
 from kvs_cli.server.slot import Conversation
+from kvs_core.device.choose import begin_opening
 from kvs_core.engine.checkpoints import Checkpoints
 from kvs_core.engine.engine import Engine
 from kvs_core.engine.parked import ParkedSessions
@@ -108,6 +109,7 @@ class Server:
     def _run_engine(self) -> None:
         settings = self._settings
         try:
+            begin_opening(settings.engine.device)
             model = open_model(settings.engine.model, self._screen, settings.engine.rope)
             context = plan_context(model, settings.engine)
             template = read_template(model, settings.chat)
@@ -151,6 +153,7 @@ def _room(settings: ServeSettings, model: OpenModel, engine: Engine) -> Room:
     return Room(
         Conversation(session, key, cache.folder, parked),
         model.tokenizer, Metrics(), speculative=settings.engine.speculative, special=settings.replies.special,
+        shifts=settings.engine.context.shift,
     )
 
 
@@ -165,6 +168,7 @@ def _defaults(settings: ServeSettings, model: OpenModel, grammars: GrammarCompil
         grammar=constraint.grammar or "",
         json_schema=constraint.schema,
         cache_prompt=settings.cache.reuse,
+        n_keep=settings.engine.context.keep,
         ping_s=settings.listen.ping_s,
         thought_limit=replies.thought_limit,
         thought_message=replies.thought_message,

@@ -34,6 +34,7 @@ MOST_NUMBERS = 1_000
 _CHARS_PER_TOKEN = 6
 _CUT_TOKENS = 64   # at the end of a text that was cut, the tokens may be others than those of the whole
 _ACTIONS = ("help_all", "version", "completion_bash", "list_devices", "cache_list")
+_OF_TEXTS = ("n_predict", "context_shift", "keep")   # nothing is written here
 _USED = frozenset((
     Group.GENERAL, Group.MODEL, Group.CONTEXT, Group.KV, Group.DEVICE, Group.ROPE, Group.LOGGING, Group.THREADS,
 ))  # fmt: skip
@@ -182,7 +183,7 @@ def _check_flags(command: str, text_flag: str, arguments: Sequence[str], parsed:
             continue
         if setting.key in _ACTIONS:
             raise SettingsError(f"{flag}: not a flag of {command}; kvs run {flag} takes it")
-        if setting.group not in _USED or setting.key == "n_predict":
+        if setting.group not in _USED or setting.key in _OF_TEXTS:
             raise SettingsError(f"{flag}: has no effect on {command}; leave it out")
     if parsed.positionals:
         raise SettingsError(f"{shown(parsed.positionals[0])}: {command} takes flags alone; give the model with "

@@ -20,6 +20,7 @@ from kvs_cli.server.live import LiveView
 from kvs_cli.server.metrics import Metrics
 from kvs_cli.server.options import Options
 from kvs_cli.server.slot import Conversation, SlotView
+from kvs_core.engine.context_shift import ContextShift
 from kvs_core.engine.round import Token, accept_prompt, generate
 from kvs_core.engine.session import TAIL_TOKENS
 from kvs_core.engine.speculation import Speculation
@@ -118,7 +119,7 @@ class Finished:
     """The text has ended, by ``stop``: eos, word, limit, or none for an empty prompt. ``last``: what was held back.
 
     held       tokens in the slot now
-    truncated  the context is full
+    truncated  the context is full, or was and has been shifted
     """
 
     stop: str
@@ -169,6 +170,7 @@ class Room:
     metrics: Metrics
     speculative: SpeculativeSettings = field(default_factory=SpeculativeSettings)
     special: bool = False
+    shifts: bool = False   # a full context does not end a text
     view: SlotView = field(default_factory=SlotView)
     live: LiveView = field(init=False)
     _ngrams: list[Drafter] = field(init=False)   # remember earlier requests
@@ -202,6 +204,12 @@ class Generation:
         self._timings = Timings(0, 0, 0.0)
         self._prompt_done_s = 0.0
         self._speculation: Speculation | None = None
+        self._shift: ContextShift | None = None
+        if room.shifts:
+            self._shift = ContextShift(
+                task.options.n_keep, prompt_tokens=len(task.prompt), bos=room.tokenizer.add_bos,
+                discard=task.options.n_discard,
+            )
 
     def __call__(self, job: Job[Event]) -> None:
         """Do it all; emits ``Failed`` for whatever goes wrong."""
@@ -247,10 +255,11 @@ class Generation:
         sampler = self._sampler()
         logits = self._read_prompt(job)
         try:
-            stop, word, truncated, text = self._write(job, sampler, logits)
+            stop, word, is_full, text = self._write(job, sampler, logits)
         finally:
             held = len(self._room.conversation.session.tokens)
             self._room.metrics.add_text(self._made, self._timings.predicted_ms / 1e3, held, self._drafts)
+        truncated = is_full or (self._shift is not None and self._shift.dropped > 0)
         return Finished(stop, word, self._piece(text), self._timings, held, truncated, self._new_line)
 
     def _sampler(self) -> RequestSampler:
@@ -303,7 +312,7 @@ class Generation:
         tokens = generate(
             room.conversation.session, sampler, logits, n_predict=options.tokens_at_most,
             eog_ids=room.tokenizer.eog_ids, n_probs=0 if sampler.keep_picks else options.sampling.n_probs,
-            speculation=self._speculation,
+            speculation=self._speculation, shift=self._shift,
         )
         with closing(tokens):   # type: ignore[type-var]  # a generator, though it is declared as an iterator
             for token in tokens:

@@ -34,6 +34,7 @@ class Defaults:
     grammar: str = ""
     json_schema: Mapping[str, Any] | None = None
     cache_prompt: bool = True
+    n_keep: int = 0
     ping_s: int = 30
     thought_limit: int = -1
     thought_message: str = ""
@@ -42,7 +43,7 @@ class Defaults:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """One request's wishes, checked. ``n_predict`` as asked, -1: no limit."""
+    """One request's wishes, checked. ``n_predict`` as asked, -1: no limit; n_keep, n_discard: see ``ContextShift``."""
 
     sampling: SamplingParams
     n_predict: int
@@ -53,6 +54,8 @@ class Options:
     timings_per_token: bool
     return_tokens: bool
     cache_prompt: bool
+    n_keep: int
+    n_discard: int
     post_sampling_probs: bool
     t_max_predict_ms: int
     response_fields: tuple[str, ...]
@@ -91,6 +94,8 @@ class Options:
             timings_per_token=body.flag("timings_per_token", False),
             return_tokens=body.flag("return_tokens", False),
             cache_prompt=body.flag("cache_prompt", defaults.cache_prompt),
+            n_keep=body.whole("n_keep", defaults.n_keep, least=-1),
+            n_discard=body.whole("n_discard", 0, least=0),
             post_sampling_probs=body.flag("post_sampling_probs", False),
             t_max_predict_ms=body.whole("t_max_predict_ms", -1),
             response_fields=_texts(body, "response_fields"),
@@ -118,8 +123,8 @@ class Options:
             "stop": list(self.stop),
             "max_tokens": self.n_predict,
             "n_predict": self.n_predict,
-            "n_keep": 0,
-            "n_discard": 0,
+            "n_keep": self.n_keep,
+            "n_discard": self.n_discard,
             "ignore_eos": p.ignore_eos,
             "stream": self.stream,
             "logit_bias": bias,

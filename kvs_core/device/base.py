@@ -95,22 +95,13 @@ class Capabilities:
     kv_pairs: frozenset[tuple[KvType, KvType]]
     head_dims: frozenset[int] | None   # None: any
     max_decode_rows: int
-    experts: bool                      # a mixture of experts can be computed
     parts: frozenset[Part] = frozenset()
 
-    def check(self, geometry: PageGeometry, *, experts: bool, parts: Collection[Part] = ()) -> None:
-        """Raise ``CapabilityError`` unless pages of this geometry can be written and attended.
-
-        experts  the model is a mixture of experts
-        parts    that it has besides
-        """
+    def check(self, geometry: PageGeometry, parts: Collection[Part] = ()) -> None:
+        """Raise ``CapabilityError`` unless pages of this geometry can be written and attended, and these parts done."""
         for part in parts:
             if part not in self.parts:
                 raise CapabilityError(f"{part.value} have no kernels on {self.device}; use --device cpu")
-        if experts and not self.experts:
-            raise CapabilityError(
-                f"a mixture of experts has no kernels on {self.device}; use --device cpu, or a dense model"
-            )
         if (geometry.k_type, geometry.v_type) not in self.kv_pairs:
             raise CapabilityError(
                 f"K {geometry.k_type.label} with V {geometry.v_type.label} has no attention kernel on {self.device}; "
@@ -283,7 +274,7 @@ class ExpertWeights:
 
     router          [experts, E]
     used            experts that a row takes
-    gate_up, down   of each expert: [2 F, E], its gate and then its up, and [E, F]
+    gate_up, down   of each expert: [2 F, E], its gate and then its up, and [E, F], from ``Device.load_experts``
     shared_gate     [E]; None, as the two below, where no expert is shared
     shared_gate_up  [2 Fs, E]
     shared_down     [E, Fs]
@@ -292,8 +283,8 @@ class ExpertWeights:
 
     router: Weight
     used: int
-    gate_up: Sequence[Weight]
-    down: Sequence[Weight]
+    gate_up: Any
+    down: Any
     shared_gate: Buffer | None
     shared_gate_up: Weight | None
     shared_down: Weight | None
@@ -343,6 +334,16 @@ class PerLayerWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertSizes:
+    """``count`` experts with n_ff values within, of which a row takes ``used``; n_shared: of the one for all, or 0."""
+
+    count: int
+    used: int
+    n_ff: int
+    n_shared: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepSizes:
     """What a device's private scratch for one phase depends on.
 
@@ -355,6 +356,7 @@ class StepSizes:
     gdn         of the recurrent layers; None without
     post_norms  whether there is an ``add_normed``
     per_layer_columns  of ``per_layer_inputs``; 0 without
+    experts     of a mixture of experts, else None
     """
 
     rows: int
@@ -368,6 +370,7 @@ class StepSizes:
     gdn: GdnShape | None = None
     post_norms: bool = False
     per_layer_columns: int = 0
+    experts: ExpertSizes | None = None
 
 
 class Weight(Protocol):
@@ -451,8 +454,8 @@ class Ops(Protocol):
     def add_experts(self, x: Buffer, norm: Buffer, weights: ExpertWeights, *, eps: float, phase: Phase) -> None:
         """x += sum over a row's experts e of w_e f_e(y), then sigmoid(y . shared_gate) f_shared(y), y = rms(x) * norm.
 
-        f(y) = down(silu(gate(y)) * up(y)), with the matrices of that expert. A row's experts are the ``used`` ones
-        of the largest logits y @ router.T, in float32, of equal ones the lower numbers; w is the softmax over all
+        f(y) = down(activation(gate(y)) * up(y)), with the matrices of that expert. A row's experts are the ``used``
+        ones of the largest logits y @ router.T, in float32, of equal ones the lower numbers; w is the softmax over all
         experts, scaled so that those of the row sum to 1. They are added in the order of their numbers, the shared one
         last.   x [T, E]; norm [E]
         Source: Qwen3 report, arXiv 2505.09388; the shared expert: Qwen2 report, arXiv 2407.10671; ggml's qwen35moe.
@@ -565,6 +568,19 @@ class Ops(Protocol):
         """Of ``prefill_sums``, downloaded: ln of the sum of exp(score) over the keys added, float64 [T, H]."""
         ...
 
+    def shift_rows(
+        self, pages: Sequence[np.ndarray], params: AttentionParams, geometry: PageGeometry, *, keep: int, discard: int,
+        tokens: int,
+    ) -> None:
+        """Drop the rows [keep, keep + discard) of an attention layer, and move those behind them down, in the history.
+
+        pages   all of the layer that hold ``tokens`` rows, uint8 [page_bytes] each, in host memory. No copy from or to
+                them may be on its way.
+        A key that moves is turned back by ``discard`` positions and stored anew; a value's bytes are moved. Blocks.
+        Rows below ``keep``, and those from ``tokens - discard`` on, stay as they are.
+        """
+        ...
+
     def zero_page(self, pool: Buffer, geometry: PageGeometry, slot: int) -> None:
         """Clear a slot that becomes a tail page: stale scales times zero weights would be NaN."""
         ...
@@ -643,32 +659,13 @@ class Captured(Protocol):
         ...
 
 
-class Device(Protocol):
-    """One accelerator (or the host playing one)."""
+class ModelDevice(Protocol):
+    """What a model is loaded onto."""
 
-    name: str
-    captures: bool    # decode steps are captured, never run as they come
-    is_host: bool     # its memory is the host's, which the history needs too
-    capabilities: Capabilities
     ops: Ops
-    compute: Stream
-    copy: Stream      # history -> slots
-    publish: Stream   # slots -> history
-
-    def allocate_arena(self, size_bytes: int) -> None:
-        """The one arena, exactly that many bytes. ``DeviceError`` if it cannot be had."""
-        ...
-
-    def arena_view(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any] | type) -> Buffer:
-        """A window on the arena as an array. No copy; valid as long as the region's lease is held."""
-        ...
 
     def allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any] | type) -> Buffer:
         """Zeroed device memory beside the arena (recurrent state), for load time only."""
-        ...
-
-    def allocate_pinned(self, size_bytes: int) -> np.ndarray:
-        """Host memory that the copy streams can move fast, uint8 [size_bytes]. ``DeviceError`` if there is none."""
         ...
 
     def load_vector(self, info: TensorInfo, *, transposed: bool = False) -> Buffer:
@@ -677,6 +674,13 @@ class Device(Protocol):
 
     def load_matrix(self, infos: Sequence[TensorInfo], biases: Sequence[TensorInfo | None] = ()) -> Weight:
         """Matrices of GGUF shapes [n_in, n_out], joined, to be multiplied. ``biases``: none, or one entry each."""
+        ...
+
+    def load_experts(self, infos: Sequence[TensorInfo]) -> Any:
+        """Tensors of GGUF shapes [n_in, n_out, experts] as a matrix for each expert, its rows of all of them joined.
+
+        For ``ExpertWeights``.
+        """
         ...
 
     def load_table(self, info: TensorInfo) -> Weight:
@@ -691,6 +695,48 @@ class Device(Protocol):
         """Decide how the matrices of a model are held, and do the loading work. Once, before ``load_matrix``."""
         ...
 
+    def download(self, buffer: Buffer) -> np.ndarray:
+        """A host copy, after all work on the compute stream. The only synchronisation in a step, for logits or ids."""
+        ...
+
+
+class Outline(ModelDevice, Protocol):
+    """Takes a model without reading or holding its weights."""
+
+    def begin_ops(
+        self, geometries: Sequence[PageGeometry], attention: Sequence[AttentionParams],
+        recurrent: Sequence[GdnShape], activation: Activation,
+    ) -> None:
+        """Begin, in the background, what ``Device.prepare_ops`` will do for this model, told alike, once it is loaded.
+
+        Errors are left for then.
+        """
+        ...
+
+
+class Device(ModelDevice, Protocol):
+    """One accelerator (or the host playing one)."""
+
+    name: str
+    captures: bool    # decode steps are captured, never run as they come
+    is_host: bool     # its memory is the host's, which the history needs too
+    capabilities: Capabilities
+    compute: Stream
+    copy: Stream      # history -> slots
+    publish: Stream   # slots -> history
+
+    def allocate_arena(self, size_bytes: int) -> None:
+        """The one arena, exactly that many bytes. ``DeviceError`` if it cannot be had."""
+        ...
+
+    def arena_view(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any] | type) -> Buffer:
+        """A window on the arena as an array. No copy; valid as long as the region's lease is held."""
+        ...
+
+    def allocate_pinned(self, size_bytes: int) -> np.ndarray:
+        """Host memory that the copy streams can move fast, uint8 [size_bytes]. ``DeviceError`` if there is none."""
+        ...
+
     def enqueue_copy(self, dst: Buffer, src: Buffer, stream: Stream) -> None:
         """Copy equal-sized uint8 buffers (host or device each) on ``stream``; returns at once."""
         ...
@@ -703,8 +749,8 @@ class Device(Protocol):
         """Fill a buffer from the host, in order with the compute stream; blocks until that is done. Between steps."""
         ...
 
-    def download(self, buffer: Buffer) -> np.ndarray:
-        """A host copy, after all work on the compute stream. The only synchronisation in a step, for logits or ids."""
+    def outline(self) -> Outline | None:
+        """For the model that is about to be loaded; None: nothing of it takes long enough to begin early."""
         ...
 
     def prepare_ops(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import threading
+from contextlib import suppress
 
 from kvs_core.device.base import Device
 from kvs_core.device.host.device import HostDevice
-from kvs_core.errors import DeviceError
+from kvs_core.errors import DeviceError, KvsError
 from kvs_core.settings.rooms import DeviceSettings
 
 LOGGER = logging.getLogger(__name__)
@@ -34,6 +36,22 @@ def open_device(settings: DeviceSettings) -> Device:
         raise DeviceError(f"--device {settings.name}: {found}")
     LOGGER.info("device: no GPU is used: %s", found)
     return _open_host(settings)
+
+
+def begin_opening(settings: DeviceSettings) -> None:
+    """Begin, in the background, what ``open_device`` spends its time on: loading CuPy and NVIDIA's driver, and the
+    driver's context. It leaves no word; what is wrong is said by ``open_device``."""
+    if not settings.wants_cpu:
+        threading.Thread(target=_load_driver, args=(settings.gpu_index,), name="kvs-driver", daemon=True).start()
+
+
+def _load_driver(index: int) -> None:
+    from kvs_core.device.cuda.driver import Driver
+    from kvs_core.device.cuda.modules import CudaFound, find_cuda
+
+    with suppress(KvsError):
+        if isinstance(find_cuda(index), CudaFound):
+            Driver().primary_context(index)
 
 
 def _open_host(settings: DeviceSettings) -> HostDevice:

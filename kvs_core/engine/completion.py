@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvs_core.engine.context_shift import ContextShift
 from kvs_core.engine.round import generate
 from kvs_core.engine.session import Session
 from kvs_core.engine.speculation import Speculation
@@ -40,6 +41,7 @@ def complete(
     special: bool = False,
     n_probs: int = 0,
     speculation: Speculation | None = None,
+    shift: ContextShift | None = None,
 ) -> Generator[Piece, None, None]:
     """Pieces of the text that follows ``logits`` [V], the last prompt token's; see ``generate``.
 
@@ -49,7 +51,7 @@ def complete(
     utf8, matcher = Utf8Stream(), StopMatcher(stops)
     for token in generate(
         session, sampler, logits, n_predict=n_predict, eog_ids=tokenizer.eog_ids, n_probs=n_probs,
-        speculation=speculation,
+        speculation=speculation, shift=shift,
     ):
         matched = matcher.push(utf8.push(tokenizer.token_bytes(token.id, special=special)))
         text = matched.text

@@ -15,7 +15,9 @@ Leaving the block without ``settle`` drops the step's rows. One sequence at a ti
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -27,10 +29,11 @@ from kvs_core.engine.captured import CapturedSteps
 from kvs_core.engine.checkpoints import Checkpoint, ParkedSequence
 from kvs_core.engine.step import Kept, Step, StepParts
 from kvs_core.engine.tiles import TileRoom
+from kvs_core.errors import CapabilityError
 from kvs_core.formats.gguf import GgufFile
 from kvs_core.memory.arena import Arena
 from kvs_core.memory.phases import Phase
-from kvs_core.models.recurrent import MAX_ROWS, RecurrentState
+from kvs_core.models.recurrent import MAX_ROWS, RecurrentState, StateSnapshot
 from kvs_core.models.registry import load_model, read_spec
 from kvs_core.models.spec import ModelSpec
 from kvs_core.settings.rooms import ContextSettings, KvSettings, RopeSettings
@@ -83,23 +86,28 @@ class Engine:
         self._drafting = drafting
         spec = read_spec(file, rope)
         drafting.check(spec)
+        if context.shift:
+            _check_can_forget(spec)
         plan = partial(
             plan_budget, spec, context, kv, arena_bytes=arena_bytes, pool_bytes=pool_bytes,
             device=BudgetDevice.of(device), drafting=drafting,
         )
         first = plan(free_bytes=device.free_bytes())
         for geometry in first.pages.each:   # before the weights
-            device.capabilities.check(geometry, experts=spec.experts is not None, parts=spec.parts)
-        self._model = load_model(
-            file, device, context_tokens=first.context.context_tokens, rope=rope, nextn=drafting.nextn,
-            progress=progress,
+            device.capabilities.check(geometry, spec.parts)
+        load = partial(
+            load_model, file, context_tokens=first.context.context_tokens, rope=rope, nextn=drafting.nextn
         )
         layers = drafting.kv_layers(spec)
         reads = drafting.kv_reads(spec)
-        shapes = first.pages
+        geometries = [first.pages.geometry(layers[layer]) for layer in reads]
+        outline = device.outline()
+        if outline is not None:
+            seen = load(outline)
+            outline.begin_ops(geometries, seen.attention, seen.recurrent, spec.activation)
+        self._model = load(device, progress=progress)
         device.prepare_ops(
-            [shapes.geometry(layers[layer]) for layer in reads], self._model.attention, self._model.recurrent,
-            spec.activation, kernel_progress,
+            geometries, self._model.attention, self._model.recurrent, spec.activation, kernel_progress
         )
         budget = plan(free_bytes=device.free_bytes())   # an arena chosen here comes from what the weights left
         self.context, self.shapes, self.need = budget.context, budget.pages, budget.need
@@ -177,6 +185,27 @@ class Engine:
         if self._model.nextn is not None:
             self._device.ops.clear(self._model.nextn.hidden[:1])   # nothing stands before the first row
         self._kept.rows = 0
+
+    def shift(self, keep: int, discard: int) -> None:
+        """Drop the rows of the tokens [keep, keep + discard), and move those behind them down. Blocks; between steps.
+
+        Keys are turned to their new positions in the history; what stays on the device comes back with the next step.
+        If it fails, ``rewind(0)`` has to come first.
+        """
+        tokens = self.committed
+        assert self.can_rewind, "a recurrent state cannot forget what it has read"
+        assert 0 <= keep <= keep + discard <= tokens, (keep, discard, tokens)
+        self._kv.drain()
+        self._captured.forget()
+        self.rewind(0)
+        count = self.geometry.pages_of(tokens)
+        shift = partial(self._device.ops.shift_rows, keep=keep, discard=discard, tokens=tokens)
+        pages = [[self._kv.room_for(layer, page) for page in range(count)] for layer in range(self._kv.layers)]
+        own = [params for params in self._model.attention if not params.shares]   # in the order of the cache's layers
+        with ThreadPoolExecutor(os.cpu_count(), "kvs-shift") as threads:
+            list(threads.map(shift, pages, own, self._kv.geometries))
+        self._kv.restore(tokens - discard)
+        self._be_at(Checkpoint(StateSnapshot(tokens - discard, {}), None))
 
     def checkpoint(self) -> Checkpoint:
         """What is needed, beside the history, to come back to the committed tokens. Blocks; between steps."""
@@ -333,3 +362,11 @@ class Engine:
         """Stop copies and give memory back. Idempotent."""
         self._device.close()
         self._kv.close()
+
+
+def _check_can_forget(spec: ModelSpec) -> None:
+    if spec.recurrent_layers:
+        raise CapabilityError(
+            f"--context-shift: {spec.name} has {len(spec.recurrent_layers)} recurrent layers, whose state cannot "
+            "forget single tokens; leave it out and use a larger --ctx-size"
+        )

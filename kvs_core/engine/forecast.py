@@ -42,7 +42,7 @@ class Rates:
     attention_row          what a further row adds, as a part of the first
     layer_s                of a layer, beside its bytes
     least_attention_s      of an attention layer, however short its context
-    run_s, run_rows_s      of a streamed run: its own attention call and fold; more, if there are several rows
+    run_s, run_rows_s      of a further attention call, for streamed runs, and its fold; more, if there are several rows
     copy_s                 of the same, its copy beside its bytes
     round_s, plan_s        of the host, per round: sampling, bookkeeping; and per streamed run of its plan
     draft_s                of the host, per drafted row: its guess comes back before the next row begins
@@ -203,7 +203,11 @@ class Setup:
 @dataclass(frozen=True, slots=True)
 class Placement:
     """Where the pages of a step are. ``cuts``: per layer, pages before it are streamed, but for those of the head.
-    ``streamed_pages`` are counted as often as they are copied in a step."""
+
+    streamed_pages  as often as they are copied in a step
+    runs            copies
+    calls           of attention, beyond one for each
+    """
 
     pages: int
     cuts: tuple[int, ...]
@@ -211,6 +215,7 @@ class Placement:
     streamed_pages: int
     ring_slots: int
     runs: int
+    calls: int
     streamed_bytes: int
 
 
@@ -244,7 +249,7 @@ def place(setup: Setup, rates: Rates, tokens: int, rows: int) -> Placement:
     config = replace(budget.residency, link_bytes_per_s=rates.link_bytes_per_s)
     pages = geometry.pages_of(tokens + rows)
     # The policy's own measure of the gap between two attention layers: a step that streams nothing, over its layers.
-    gap_s = _kernels_s(setup, rates, 0, 1, runs=0) / len(setup.reads)
+    gap_s = _kernels_s(setup, rates, 0, 1, calls=0) / len(setup.reads)
     cuts: tuple[int, ...] = (0,) * setup.kv_layers
     # A prompt of so many tokens is read first: not all that a smaller pool gave up then comes back.
     for phase, first, last in (
@@ -258,15 +263,18 @@ def place(setup: Setup, rates: Rates, tokens: int, rows: int) -> Placement:
     away = [len(config.streamed(cut)) for cut in state.cuts]
     streamed = [config.streamed(state.cuts[layer]) for layer in setup.reads]
     count = sum(map(len, streamed))
-    runs = 0
+    runs = calls = 0
     if count:
         schedule = plan_schedule(
             streamed, ring_slots=state.ring_slots, run_pages=config.run_pages_in(state.ring_slots)
         )
         runs = len(schedule.runs)
+        # What arrives in one batch is read with the resident pages.
+        arrivals = [len(set(schedule.batches(read))) for read in range(len(setup.reads))]
+        calls = sum(count for count in arrivals if count > 1)
     every = pages * setup.kv_layers - sum(state.first_pages)
     return Placement(
-        every, state.cuts, every - sum(away), count, state.ring_slots, runs,
+        every, state.cuts, every - sum(away), count, state.ring_slots, runs, calls,
         count * geometry.page_bytes,
     )
 
@@ -274,7 +282,7 @@ def place(setup: Setup, rates: Rates, tokens: int, rows: int) -> Placement:
 def forecast(setup: Setup, rates: Rates, tokens: int, rounds: Rounds) -> Point:
     """A round behind ``tokens`` tokens, which leaves room for it in the context."""
     placement = place(setup, rates, tokens, rounds.rows)
-    kernels_s = _kernels_s(setup, rates, tokens, rounds.rows, placement.runs)
+    kernels_s = _kernels_s(setup, rates, tokens, rounds.rows, placement.calls)
     link_s = placement.streamed_bytes / rates.link_bytes_per_s + placement.runs * rates.copy_s
     step_s = side_by_side(kernels_s, link_s)
     drafts_s = rounds.drafts * _draft_s(setup, rates, tokens, placement, rounds.kind) if rounds.drafts else 0.0
@@ -288,8 +296,8 @@ def side_by_side(first_s: float, second_s: float) -> float:
     return longer * (1.0 + (shorter / longer) ** _BALANCE) ** (1.0 / _BALANCE) if longer > 0.0 else 0.0
 
 
-def _kernels_s(setup: Setup, rates: Rates, tokens: int, rows: int, runs: int) -> float:
-    """A step's kernels: the trunk, the head, the MTP block's layer that follows; one more attention call per run.
+def _kernels_s(setup: Setup, rates: Rates, tokens: int, rows: int, calls: int) -> float:
+    """A step's kernels: the trunk, the head, the MTP block's layer that follows; further attention calls.
 
     Of experts, each row reads its own: two that choose the same one are the exception.
     """
@@ -302,7 +310,7 @@ def _kernels_s(setup: Setup, rates: Rates, tokens: int, rows: int, runs: int) ->
         + sum(rates.choose_s(part, weights.share * rows) for part in (weights.experts, weights.nextn_experts))
         + (setup.layers + setup.favoured) * rates.layer_s
         + sum(rates.attend_s(each, rows) for each in read)
-        + runs * (rates.run_s + (rates.run_rows_s if rows > 1 else 0.0))
+        + calls * (rates.run_s + (rates.run_rows_s if rows > 1 else 0.0))
     )
 
 

@@ -10,10 +10,10 @@ from gguf.constants import GGMLQuantizationType as Quant
 from kvs_core.device.cuda.weights import BLOCK, RECORD_TYPES, TILE_ROWS, held_type, record_bytes
 from kvs_core.device.host.weights import HELD_SHARE
 from kvs_core.engine.forecast import IN_FILE, Weights
-from kvs_core.formats.gguf import GgufFile, TensorInfo
+from kvs_core.formats.gguf import GgufFile, TensorInfo, split_experts
 from kvs_core.formats.quants import row_bytes
 from kvs_core.models.spec import ModelSpec
-from kvs_core.models.weights import PER_LAYER_TABLE, split_experts
+from kvs_core.models.weights import PER_LAYER_TABLE
 from kvs_core.units import ceil_div
 
 FLOATS = "float32"

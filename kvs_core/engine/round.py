@@ -13,6 +13,7 @@ from time import perf_counter
 
 import numpy as np
 
+from kvs_core.engine.context_shift import ContextShift
 from kvs_core.engine.session import Session
 from kvs_core.engine.speculation import MOST_DRAFTED, Speculation
 from kvs_core.sampling.chain import Sampler
@@ -37,12 +38,13 @@ class Token:
 
 def generate(
     session: Session, sampler: Sampler, logits: np.ndarray, *, n_predict: int, eog_ids: frozenset[int],
-    n_probs: int = 0, speculation: Speculation | None = None,
+    n_probs: int = 0, speculation: Speculation | None = None, shift: ContextShift | None = None,
 ) -> Iterator[Token]:
     """Tokens that follow ``logits`` [V], those of the last prompt token.
 
     n_predict    tokens at most, 0: none; -1: until the model or the context ends
     speculation  drafts, so that a round may give several tokens; at temperature 0 they are the same tokens
+    shift        makes room in a context that is full; None: the text ends there
     The last token of the text is sampled but not run: nothing follows it. The context ends the text when prompt and
     generated tokens fill it, as in llama-server.
     """
@@ -63,12 +65,14 @@ def generate(
             stop = "eos"
         elif 0 <= n_predict <= made:
             stop = "length"
-        elif session.context_left + len(waiting) <= 1:
+        elif shift is None and session.context_left + len(waiting) <= 1:
             stop = "context"
         yield Token(token, stop, probs)
         if stop is not None:
             return
         if not waiting:
+            if shift is not None and session.context_left <= 1:
+                shift.make_room(session)
             remaining = None if n_predict < 0 else n_predict - made
             waiting.extend(run_round(session, sampler, token, remaining, n_probs, speculation))
 

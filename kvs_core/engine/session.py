@@ -139,6 +139,18 @@ class Session:
         self.engine.rewind(tokens)
         self._forget_behind(tokens)
 
+    def shift(self, keep: int, discard: int) -> None:
+        """Drop the tokens [keep, keep + discard): those behind them follow the first ``keep``; see ``Engine.shift``.
+
+        If that fails the session is empty.
+        """
+        try:
+            self.engine.shift(keep, discard)
+            del self.tokens[keep : keep + discard]
+        except BaseException:
+            self.rewind(0)
+            raise
+
     def _forget_behind(self, tokens: int) -> None:
         del self.tokens[tokens:]
         if self._checkpoints is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import isfinite
 from pathlib import Path
@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvs_core.errors import ModelFileError, SettingsError
-from kvs_core.formats.gguf_header import MetaValue, TensorInfo, read_header
+from kvs_core.formats.gguf_header import MetaValue, TensorBytes, TensorInfo, read_header
 
-__all__ = ["SYNTHETIC_KEY", "GgufFile", "MetaValue", "TensorInfo", "parse_override", "part_names"]
+__all__ = ["SYNTHETIC_KEY", "GgufFile", "MetaValue", "TensorInfo", "parse_override", "part_names", "split_experts"]
 
 D = TypeVar("D")
 
@@ -218,6 +218,34 @@ def part_names(name: str) -> list[str]:
         return [name]
     count = int(match["count"])
     return [f"{match['stem']}-{no:05d}-of-{count:05d}.gguf" for no in range(1, count + 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """``n_bytes`` of a tensor from byte ``first`` on, no more read, or made, than is asked for."""
+
+    data: TensorBytes
+    first: int
+    n_bytes: int
+
+    def __len__(self) -> int:
+        return self.n_bytes
+
+    def __getitem__(self, part: slice, /) -> npt.NDArray[np.uint8]:
+        first, last, step = part.indices(self.n_bytes)
+        assert step == 1
+        return self.data[self.first + first : self.first + max(first, last)]
+
+
+def split_experts(info: TensorInfo) -> Iterator[TensorInfo]:
+    """The matrices [n_in, n_out] of a tensor [n_in, n_out, n], which lie one behind the other."""
+    n_in, n_out, count = info.shape
+    size = info.n_bytes // count
+    for number in range(count):
+        yield replace(
+            info, name=f"{info.name}[{number}]", shape=(n_in, n_out), n_elements=n_in * n_out, n_bytes=size,
+            data=_Part(info.data, number * size, size),
+        )
 
 
 def parse_override(text: str) -> tuple[str, MetaValue]:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from kvs_core.device.base import (
     AttentionParams,
     Buffer,
-    Device,
+    ExpertSizes,
     GdnShape,
+    ModelDevice,
     PerLayerWeights,
     StepSizes,
     Turn,
@@ -63,11 +64,13 @@ def step_sizes(spec: ModelSpec, rows: int) -> StepSizes:
     gdn = [layer.gdn for layer in spec.layers if layer.gdn is not None]
     inner = [layer.heads * layer.v_dim for layer in attention] + [shape.inner for shape in gdn]
     columns = [attention_columns(layer) for layer in attention] + [shape.columns for shape in gdn]
+    experts = spec.experts
+    n_ff = max(spec.n_ff, 0 if experts is None else experts.n_shared)   # of a part that all rows take
     return StepSizes(
         rows=rows,
         n_embd=spec.n_embd,
-        widest_in=max((2 if spec.nextn else 1) * spec.n_embd, spec.n_ff, *inner),
-        widest_out=max(2 * spec.n_ff, *columns),
+        widest_in=max((2 if spec.nextn else 1) * spec.n_embd, n_ff, *inner),
+        widest_out=max(2 * n_ff, *columns),
         n_vocab=spec.n_vocab,
         heads=max((layer.heads for layer in attention), default=0),
         kv_heads=max((layer.kv_heads for layer in attention), default=0),
@@ -75,6 +78,7 @@ def step_sizes(spec: ModelSpec, rows: int) -> StepSizes:
         gdn=gdn[0] if gdn else None,
         post_norms=spec.post_norms,
         per_layer_columns=spec.n_layer * spec.n_per_layer,
+        experts=None if experts is None else ExpertSizes(experts.count, experts.used, experts.n_ff, experts.n_shared),
     )
 
 
@@ -107,7 +111,7 @@ class Model:
     def __init__(
         self,
         spec: ModelSpec,
-        device: Device,
+        device: ModelDevice,
         *,
         embedding: Weight,
         layers: Sequence[Layer],

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kvs_core.device.base import Device
+from kvs_core.device.base import ModelDevice
 from kvs_core.errors import ModelFileError
 from kvs_core.formats.gguf import GgufFile
 from kvs_core.models import gemma3, gemma4, llama, qwen2, qwen3, qwen3moe, qwen35, qwen35moe
@@ -52,7 +52,7 @@ def read_spec(file: GgufFile, rope: RopeSettings = AS_IN_FILE) -> ModelSpec:
 
 
 def load_model(
-    file: GgufFile, device: Device, *, context_tokens: int, rope: RopeSettings = AS_IN_FILE, nextn: bool = False,
+    file: GgufFile, device: ModelDevice, *, context_tokens: int, rope: RopeSettings = AS_IN_FILE, nextn: bool = False,
     progress: Progress | None = None,
 ) -> Model:
     """Check the file as ``read_spec`` does and put the model on ``device``.
@@ -92,7 +92,7 @@ def _arch_of(file: GgufFile) -> Arch:
     return arch
 
 
-def _read_divisors(file: GgufFile, name: str, device: Device) -> np.ndarray:
+def _read_divisors(file: GgufFile, name: str, device: ModelDevice) -> np.ndarray:
     """[n_rot / 2] on the host: the divisors of the rotary angles."""
     divisors = device.download(device.load_vector(file.tensors[name]))
     if not (np.isfinite(divisors).all() and (divisors > 0.0).all()):

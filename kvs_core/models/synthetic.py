@@ -28,7 +28,7 @@ from kvs_core.formats.gguf_writer import data_bytes
 from kvs_core.formats.quants import row_bytes
 from kvs_core.formats.synthetic_blocks import DrawnBytes
 from kvs_core.formats.synthetic_vocab import synthetic_vocab
-from kvs_core.models import gemma3, gemma4, qwen2, qwen3, qwen35
+from kvs_core.models import gemma3, gemma4, qwen2, qwen3, qwen3moe, qwen35
 from kvs_core.models.registry import ARCHS
 from kvs_core.models.rope import DIVISORS
 from kvs_core.models.spec import TensorSpec
@@ -67,7 +67,6 @@ class TwoShapes:
     window, pattern     of layers that slide: of ``pattern`` in a row all but the last
     kv_heads, head_dim  of layers that slide
     values              layers that see everything have a matrix for values
-    experts             (count, used, width) of those beside the dense feed-forward part
     softcap             of the logits
     """
 
@@ -76,8 +75,16 @@ class TwoShapes:
     kv_heads: int
     head_dim: int
     values: bool = True
-    experts: tuple[int, int, int] | None = None
     softcap: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """Experts: how many of them there are and a row takes, and their width."""
+
+    count: int
+    used: int
+    ffn: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +95,7 @@ class Shape:
     hybrid   for the arch ``qwen35``
     sliding  for the arch ``gemma3``
     two      for the arch ``gemma4``
+    mixture  for the arch ``qwen3moe``, and in ``gemma4`` beside the dense feed-forward part
     """
 
     arch: str
@@ -105,6 +113,7 @@ class Shape:
     hybrid: Hybrid | None = None
     sliding: Sliding | None = None
     two: TwoShapes | None = None
+    mixture: Mixture | None = None
 
     @property
     def tied(self) -> bool:
@@ -133,6 +142,10 @@ SHAPES: Mapping[str, Shape] = MappingProxyType({
     "qwen2.5-14b": Shape(qwen2.ARCH, "qwen2", 48, 5120, 13824, 40, 8, 128, 152064, 131072, 1e6, rms_eps=1e-5),
     # config.json of Qwen/Qwen3-8B: 36 layers, 32 heads of 128 over 8 of K and V.
     "qwen3-8b": Shape(qwen3.ARCH, "qwen2", 36, 4096, 12288, 32, 8, 128, 151936, 40960, 1e6),
+    # config.json of Qwen/Qwen3-30B-A3B: 48 layers, 32 heads of 128 over 4 of K and V, 8 of 128 experts of 768.
+    "qwen3-30b-a3b": Shape(
+        qwen3moe.ARCH, "qwen2", 48, 2048, 6144, 32, 4, 128, 151936, 40960, 1e6, mixture=Mixture(128, 8, 768)
+    ),
     # config.json of google/gemma-3-27b-it: 62 layers, 32 heads of 128 over 16 of K and V; its text alone.
     "gemma3-27b": Shape(
         gemma3.ARCH, "qwen2", 62, 5376, 21504, 32, 16, 128, 262144, 131072, 1e6, sliding=Sliding(1024, 6, 8.0)
@@ -140,7 +153,7 @@ SHAPES: Mapping[str, Shape] = MappingProxyType({
     # Gemma 4 26B-A4B and 31B, their text alone, from GGUF logs.
     "gemma4-26b-a4b": Shape(
         gemma4.ARCH, "qwen2", 30, 2816, 2112, 16, 2, 512, 262144, 262144, 1e6,
-        two=TwoShapes(1024, 6, 8, 256, values=False, experts=(128, 8, 704)),
+        two=TwoShapes(1024, 6, 8, 256, values=False), mixture=Mixture(128, 8, 704),
     ),
     "gemma4-31b": Shape(
         gemma4.ARCH, "qwen2", 60, 5376, 21504, 32, 4, 512, 262144, 262144, 1e6,
@@ -154,7 +167,7 @@ SHAPES: Mapping[str, Shape] = MappingProxyType({
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """Types of the matrices; vectors and the taps of convolutions are float32.
+    """Types of the matrices; vectors, the taps of convolutions and routers are float32.
 
     base  of all that the others leave
     head  of the output head, also where it is the embedding
@@ -179,12 +192,10 @@ MIXES: Mapping[str, Mix] = MappingProxyType({
 })
 """q4_k_m and q5_k_m have the types that llama-quantize gives them; the others have one type, but for the head."""
 
+_ROUTER = "ffn_gate_inp"
 _MORE = ("attn_v", "attn_qkv", "ffn_down")
 
-_GAINS = {
-    "ffn_down": 0.6, "ffn_down_exps": 0.6, "ffn_gate_inp": 2.0, "attn_output": 0.3, "ssm_out": 0.25, "ssm_alpha": 0.3,
-    "output": 2.0,
-}
+_GAINS = {"ffn_down": 0.6, "attn_output": 0.3, "ssm_out": 0.25, "ssm_alpha": 0.3, "output": 2.0}
 _EMBEDDING_STD = 1.0
 _UNEVEN = {Quant.Q4_K: Quant.Q5_0, Quant.Q5_K: Quant.Q5_1, Quant.Q6_K: Quant.Q8_0, Quant.IQ4_XS: Quant.IQ4_NL}
 """What llama-quantize takes for rows that are not whole blocks of 256."""
@@ -250,6 +261,12 @@ def _metadata(title: str, shape: Shape, mtp: bool) -> dict[str, MetaValue]:
         }
     if shape.two is not None:
         sizes |= _two_shapes(shape, shape.two)
+    if shape.mixture is not None:
+        sizes |= {
+            "expert_count": shape.mixture.count,
+            "expert_used_count": shape.mixture.used,
+            "expert_feed_forward_length": shape.mixture.ffn,
+        }
     if mtp:
         sizes["nextn_predict_layers"] = 1
     return {
@@ -265,7 +282,7 @@ def _metadata(title: str, shape: Shape, mtp: bool) -> dict[str, MetaValue]:
 
 def _two_shapes(shape: Shape, two: TwoShapes) -> dict[str, MetaValue]:
     slides = [shape.slides(layer) for layer in range(shape.blocks)]
-    sizes: dict[str, MetaValue] = {
+    return {
         "attention.head_count_kv": np.array([two.kv_heads if each else shape.kv_heads for each in slides], np.int32),
         "attention.key_length_swa": two.head_dim,
         "attention.value_length_swa": two.head_dim,
@@ -277,10 +294,6 @@ def _two_shapes(shape: Shape, two: TwoShapes) -> dict[str, MetaValue]:
         "embedding_length_per_layer_input": 0,
         "final_logit_softcapping": two.softcap,
     }
-    if two.experts is not None:
-        names = ("expert_count", "expert_used_count", "expert_feed_forward_length")
-        sizes |= dict(zip(names, two.experts, strict=True))
-    return sizes
 
 
 def _shared(name: str, shape: Shape) -> bool:
@@ -295,12 +308,12 @@ def _shared(name: str, shape: Shape) -> bool:
 
 def _tensor(spec: TensorSpec, mix: Mix, shape: Shape) -> TensorInfo:
     n_elements = int(np.prod(spec.shape))
-    if is_matrix(spec) or len(spec.shape) == 3:
-        quant, n_in = _quant(spec.name, mix, shape), spec.shape[0]
+    kind, n_in = _kind(spec.name), spec.shape[0]
+    if (is_matrix(spec) or len(spec.shape) == 3) and kind != _ROUTER:
+        quant = _quant(spec.name, mix, shape)
         if n_in % GGML_QUANT_SIZES[quant][0]:
             quant = _UNEVEN[quant]
         n_bytes = n_elements // n_in * row_bytes(quant, n_in)
-        kind = _kind(spec.name)
         std = _GAINS.get(kind, 1.0) / n_in**0.5
         if kind == "token_embd":   # what is also the head has its gain, and sqrt(E) times that as a row
             std = _EMBEDDING_STD if not shape.tied else _GAINS["output"] / n_in**0.5
@@ -312,8 +325,8 @@ def _tensor(spec: TensorSpec, mix: Mix, shape: Shape) -> TensorInfo:
 
 
 def _kind(name: str) -> str:
-    """``attn_v`` of ``blk.3.attn_v.weight``."""
-    return name.removesuffix(".weight").split(".")[-1]
+    """``attn_v`` of ``blk.3.attn_v.weight``; experts have the kinds of a feed-forward part that is alone."""
+    return name.removesuffix(".weight").split(".")[-1].removesuffix("_exps")
 
 
 def _quant(name: str, mix: Mix, shape: Shape) -> Quant:
@@ -364,6 +377,8 @@ def _small(spec: TensorSpec, of: Shape) -> npt.NDArray[np.float64]:
         rate = np.exp(rng.uniform(np.log(0.003), np.log(0.25), shape))
         dt = rng.uniform(-4.0, 0.0, shape)
         return dt if kind == "bias" else -rate / np.log1p(np.exp(dt))
+    if kind == _ROUTER:
+        return rng.normal(0.0, 1.0 / shape[-1] ** 0.5, shape)
     if of.two is not None and kind in _OF_TWO_SHAPES:
         return _OF_TWO_SHAPES[kind](rng, shape[0])
     if spec.name == DIVISORS:   # a quarter of the pairs turns

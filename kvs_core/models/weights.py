@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-from kvs_core.device.base import Activation, AttentionParams, Buffer, Device, ExpertWeights, RopeTable, Weight
+from kvs_core.device.base import Activation, AttentionParams, Buffer, ExpertWeights, ModelDevice, RopeTable, Weight
 from kvs_core.errors import ModelFileError
-from kvs_core.formats.gguf import GgufFile, TensorInfo
+from kvs_core.formats.gguf import GgufFile, TensorInfo, split_experts
 from kvs_core.formats.quants import can_dequantize
 from kvs_core.models.blocks import Attention, Experts, FeedForward
 from kvs_core.models.spec import ExpertSpec, LayerSpec, ModelSpec, TensorSpec
@@ -66,21 +65,10 @@ def is_matrix(spec: TensorSpec) -> bool:
     return len(spec.shape) == 2 and not spec.name.endswith(("conv1d.weight", PER_LAYER_TABLE))
 
 
-def split_experts(info: TensorInfo) -> Iterator[TensorInfo]:
-    """The matrices [n_in, n_out] of a tensor [n_in, n_out, n], which lie one behind the other."""
-    n_in, n_out, count = info.shape
-    size = info.n_bytes // count
-    for number in range(count):
-        yield replace(
-            info, name=f"{info.name}[{number}]", shape=(n_in, n_out), n_elements=n_in * n_out, n_bytes=size,
-            data=info.data[number * size : (number + 1) * size],
-        )
-
-
 class Loader:
     """Loads tensors of a checked file by name."""
 
-    def __init__(self, file: GgufFile, device: Device) -> None:
+    def __init__(self, file: GgufFile, device: ModelDevice) -> None:
         self._file = file
         self._device = device
 
@@ -181,15 +169,12 @@ class Loader:
     def experts(self, experts: ExpertSpec, block: str, activation: Activation) -> ExpertWeights:
         """The experts of a block and their router."""
         stems = ("ffn_gate_up",) if experts.joined else ("ffn_gate", "ffn_up")
-        parts = [split_experts(self._info(f"{block}.{stem}_exps.weight")) for stem in stems]
         shared = experts.n_shared > 0
         return ExpertWeights(
             router=self.matrix(f"{block}.ffn_gate_inp"),
             used=experts.used,
-            gate_up=tuple(self._device.load_matrix(infos) for infos in zip(*parts, strict=True)),
-            down=tuple(
-                self._device.load_matrix([info]) for info in split_experts(self._info(f"{block}.ffn_down_exps.weight"))
-            ),
+            gate_up=self._device.load_experts([self._info(f"{block}.{stem}_exps.weight") for stem in stems]),
+            down=self._device.load_experts([self._info(f"{block}.ffn_down_exps.weight")]),
             shared_gate=self.vector(f"{block}.ffn_gate_inp_shexp.weight") if shared else None,
             shared_gate_up=self.matrix(f"{block}.ffn_gate_shexp", f"{block}.ffn_up_shexp") if shared else None,
             shared_down=self.matrix(f"{block}.ffn_down_shexp") if shared else None,

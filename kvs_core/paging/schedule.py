@@ -1,5 +1,8 @@
 """The schedule: every copy of a whole step, in execution order, each with its place in the ring.
 
+    runs      what one copy moves
+    batches   consecutive runs, of one layer or of several, that attention waits for and gives back together
+
 Runs are consumed in list order and placed around the ring in that order, so a run only ever waits for runs that are
 consumed before it is needed: no order of copies can lock up. The same list repeats step after step (it wraps into the
 first layers of the next step) until a cut or the ring changes; what has been copied ahead by then keeps its slots.
@@ -13,6 +16,8 @@ from dataclasses import dataclass, field
 from kvs_core.paging.geometry import GROUP_PAGES
 from kvs_core.paging.slabs import slab_of
 from kvs_core.units import align_up, ceil_div
+
+_BATCH_SHARE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +48,24 @@ class Run:
 @dataclass(frozen=True, slots=True)
 class PrefetchSchedule:
     """The runs of one step. ``by_layer[l]`` are those of layer l, in page order; ``streamed_pages`` are copied per
-    step."""
+    step.
+
+    batch_ends  for each run, the number of the first run behind its batch. The runs of a batch lie in different slots
+    """
 
     runs: tuple[Run, ...]
     ring_slots: int
     by_layer: tuple[tuple[Run, ...], ...] = field(repr=False)
+    batch_ends: tuple[int, ...] = field(repr=False)
     streamed_pages: int = field(init=False, repr=False)   # asked for in every step, of hundreds of runs
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "streamed_pages", sum(run.pages for run in self.runs))
+
+    def batches(self, layer: int) -> tuple[int, ...]:
+        """For each run of a layer, a number that the runs of its batch share."""
+        first = sum(map(len, self.by_layer[:layer]))
+        return self.batch_ends[first : first + len(self.by_layer[layer])]
 
 
 def plan_schedule(
@@ -80,7 +94,37 @@ def plan_schedule(
             cursor += count
             page += count
     by_layer = tuple(tuple(run for run in runs if run.layer == layer) for layer in range(len(streamed)))
-    return PrefetchSchedule(tuple(runs), ring_slots, by_layer)
+    return PrefetchSchedule(tuple(runs), ring_slots, by_layer, _batch_ends(by_layer, ring_slots))
+
+
+def _batch_ends(by_layer: Sequence[Sequence[Run]], ring_slots: int) -> tuple[int, ...]:
+    """Batches of whole layers where a layer is small beside the ring, else of a layer's runs.
+
+    Each wait of one stream for another costs microseconds, for which a GPU stands still. A batch takes a part of the
+    ring, so that the link fills the rest meanwhile; that its runs lie apart means that all of them can be there at
+    once when what came before it has been given back.
+    """
+    most = ring_slots // _BATCH_SHARE
+    ends: list[int] = []
+    batch: list[Run] = []
+
+    def close() -> None:
+        ends.extend([len(ends) + len(batch)] * len(batch))
+        batch.clear()
+
+    for runs in by_layer:
+        whole = sum(run.pages for run in runs) <= most
+        for unit in [runs] if whole else [[run] for run in runs]:
+            slots = [slot for run in (*batch, *unit) for slot in run.slots]
+            if batch and (len(slots) > most or len(set(slots)) < len(slots)):
+                close()
+            for run in unit:
+                # Runs that an earlier schedule placed may lie anywhere.
+                if not {slot for each in batch for slot in each.slots}.isdisjoint(run.slots):
+                    close()
+                batch.append(run)
+    close()
+    return tuple(ends)
 
 
 def _even_part(pages: int, length: int) -> int:

@@ -44,10 +44,19 @@ def row_spans(first: int, rows: int, page_tokens: int, slots: Sequence[int]) -> 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Consecutive pages that are read together. ``run`` is None for resident pages."""
+    """Consecutive pages that are read together. ``run`` is None for resident pages.
+
+    batch  runs of one number, in slots of their own, arrive together; None: the run comes alone
+    """
 
     pages: range
     run: Run | None = None
+    batch: int | None = None
+
+    @property
+    def arrival(self) -> Run | int | None:
+        """What chunks that are there at one time have in common."""
+        return self.run if self.batch is None else self.batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +84,15 @@ class Fold:
 class AttendCall:
     """One decode attention call, then the folds it makes possible.
 
-    ``run``: the streamed run it reads (None: resident pages); ``first``/``last``: it is the run's first/last call.
+    resident     it reads resident pages, of which there may be more in the next step
+    runs         the streamed runs it reads, beside them or alone
+    first, last  it is the first, or last, call of its runs
     """
 
     parts: tuple[GroupPart, ...]
     folds: tuple[Fold, ...]
-    run: Run | None
+    resident: bool
+    runs: tuple[Run, ...]
     first: bool
     last: bool
 
@@ -136,9 +148,9 @@ class LayerPlan:
         return len({page // (GROUP_PAGES * SEGMENT_GROUPS) for chunk in self.chunks for page in _ends(chunk.pages)})
 
     @property
-    def shape(self) -> tuple[tuple[Run | None, bool], ...]:
-        """What captured work depends on: the run of each call, and whether folds follow it."""
-        return tuple((call.run, bool(call.folds)) for call in self.calls)
+    def shape(self) -> tuple[tuple[tuple[Run, ...], bool, bool], ...]:
+        """What captured work depends on: what each call reads, and whether folds follow it."""
+        return tuple((call.runs, call.resident, bool(call.folds)) for call in self.calls)
 
 
 LEAST_SCRATCH_GROUPS = 2 * SEGMENT_GROUPS
@@ -151,6 +163,8 @@ def plan_layer(
 ) -> LayerPlan:
     """The plan of a decode step: resident chunks first, then runs, in calls whose groups find room in the scratch.
 
+    Where all groups find room, one call reads the resident chunks and one each batch; or one call everything, if all
+    runs arrive together: a call that reads a few pages takes a GPU nearly as long as one that reads many.
     scratch_groups  group partials that the scratch holds; the more, the fewer the calls. It changes no bit
     partial         see ``LayerPlan``; slots of pages that are left out mean nothing
     """
@@ -161,19 +175,33 @@ def plan_layer(
     tile_pages = (scratch_groups // SEGMENT_GROUPS - 1) * SEGMENT_GROUPS * GROUP_PAGES
     book = _FoldBook(sizes, scratch_groups)
     calls: list[AttendCall] = []
-    order = sorted(chunks, key=lambda chunk: chunk.run is not None)   # stable: page order within each kind
-    for chunk in order:
-        tiles = [chunk.pages] if roomy else list(_cut(chunk.pages, tile_pages))
+    for together in _calls_of(chunks, join=roomy):
+        resident = together[0].run is None
+        runs = tuple(chunk.run for chunk in together if chunk.run is not None)
+        tiles = [[chunk.pages for chunk in together]]
+        if not roomy:
+            tiles = [[tile] for tile in _cut(together[0].pages, tile_pages)]
         for number, tile in enumerate(tiles):
-            parts = tuple(book.add(group) for group in _cut(tile, GROUP_PAGES))
+            parts = tuple(book.add(group) for pages in tile for group in _cut(pages, GROUP_PAGES))
             folds = () if roomy else tuple(book.folds())
-            calls.append(AttendCall(parts, folds, chunk.run, number == 0, number == len(tiles) - 1))
+            calls.append(AttendCall(parts, folds, resident, runs, number == 0, number == len(tiles) - 1))
     last_folds = tuple(book.folds())
     if not roomy:
         last_folds = calls[-1].folds
         calls[-1] = replace(calls[-1], folds=())
     assert book.finished, "a group never became complete"
     return LayerPlan(tuple(slots), tuple(chunks), tuple(calls), last_folds, partial)
+
+
+def _calls_of(chunks: Sequence[Chunk], *, join: bool) -> list[list[Chunk]]:
+    """The chunks that one call reads, resident ones first; ``join``: as many as come together. A group that two chunks
+    share has a partial that one call finishes after another."""
+    order = sorted(chunks, key=lambda chunk: chunk.run is not None)   # stable: page order within each kind
+    if not join or any(chunk.pages.start % GROUP_PAGES for chunk in chunks):
+        return [[chunk] for chunk in order]
+    if len({chunk.arrival for chunk in order if chunk.run is not None}) == 1:
+        return [order]
+    return [list(together) for _, together in groupby(order, key=lambda chunk: chunk.arrival)]
 
 
 def _ends(pages: range) -> Iterator[int]:

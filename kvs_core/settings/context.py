@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from kvs_core.settings.kinds import SWITCH, choice, integer, number, number_above
-from kvs_core.settings.setting import Group, Rule, Setting
+from kvs_core.settings.setting import Group, Setting
 
 _TOKENS = 1 << 31
 
@@ -29,14 +29,16 @@ SETTINGS = (
         "read the history more often.",
         default=512, unit="tokens", env="LLAMA_ARG_UBATCH"),
     _context("context_shift", ("--context-shift",), SWITCH,
-        "Drop old tokens when the context is full.",
-        default=False, env="LLAMA_ARG_CONTEXT_SHIFT", off=("--no-context-shift",),
-        refuse=(Rule("the context is never shifted in this version: generation stops when it is full; use a larger "
-                     "--ctx-size", only=(True,)),)),
+        "When the context is full while text is generated, forget the older half of it behind --keep and go on; the "
+        "newer half moves down, its keys turned to their new positions, and the text then builds on what is left. "
+        "Without it a full context ends the text. With -n -1 only the model ends it. Not for models with recurrent "
+        "layers.",
+        default=False, env="LLAMA_ARG_CONTEXT_SHIFT", off=("--no-context-shift",), commands=("run", "serve")),
     _context("keep", ("--keep",), integer(-1, _TOKENS),
-        "Prompt tokens that a context shift keeps.",
-        default=0, unit="tokens", relevance="accept",
-        note=(Rule("the context is never shifted, so all tokens are kept"),)),
+        "Tokens at the beginning of the prompt that --context-shift never forgets, such as a system prompt, and one "
+        "more where texts begin with a BOS token; -1: all of the prompt. Models lean on the first tokens of a text: "
+        "keep 4 or more.",
+        default=0, unit="tokens", commands=("run", "serve"), needs="context_shift", needed_by=("run", "serve")),
     _context("kv_unified_per_slot", ("--kv-unified-per-slot",), integer(1, _TOKENS),
         "Cap on a slot's context; with the one slot here it caps --ctx-size.",
         unit="tokens", relevance="accept", env="LLAMA_ARG_KV_UNIFIED_PER_SLOT"),

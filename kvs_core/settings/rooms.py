@@ -101,12 +101,17 @@ class ContextPlan:
 
 @dataclass(frozen=True, slots=True)
 class ContextSettings:
-    """Context and batch as asked for, in tokens. ``ctx_size`` 0: the training length. ``n_predict`` -1: no limit."""
+    """Context and batch as asked for, in tokens. ``ctx_size`` 0: the training length. ``n_predict`` -1: no limit.
+
+    shift  a full context does not end a text: old tokens go, but for the first ``keep``; -1: but for the prompt
+    """
 
     ctx_size: int = 0
     n_predict: int = -1
     batch: int = 2048
     ubatch: int = 512
+    shift: bool = False
+    keep: int = 0
 
     def __post_init__(self) -> None:
         for name, value, least in (("--ctx-size", self.ctx_size, 0), ("--n-predict", self.n_predict, -1),

@@ -202,6 +202,8 @@ def _context(values: Values) -> ContextSettings:
         n_predict=values["n_predict"],
         batch=values["batch_size"],
         ubatch=values["ubatch_size"],
+        shift=values["context_shift"],
+        keep=values["keep"],
     )
 
 

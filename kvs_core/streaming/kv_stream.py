@@ -345,13 +345,14 @@ class KvStream:
         layer = self.reads[read]
         table = self._pools.table(layer)
         streamed = self._config.streamed(self._state.cuts[layer])
-        runs = self.streamer.schedule.by_layer[read] if self.streamer.schedule.runs else ()
+        schedule = self.streamer.schedule
+        runs, batches = (schedule.by_layer[read], schedule.batches(read)) if schedule.runs else ((), ())
         first = self._firsts[layer]
         newest = range(max(first, streamed.stop), self._pages)
         slots = [_NO_SLOT] * first + table.slots_of(layer, range(streamed.start))
         slots += [slot for run in runs for slot in run.slots]
         slots += table.slots_of(layer, newest)
-        chunks = [Chunk(run.page_range, run) for run in runs]
+        chunks = [Chunk(run.page_range, run, batch) for run, batch in zip(runs, batches, strict=True)]
         if streamed.start > 0:
             chunks.insert(0, Chunk(range(streamed.start)))
         chunks.append(Chunk(newest))

@@ -128,13 +128,13 @@ class LayerKv:
             cut(own.segments, len(rows.out), params.heads, width) for own, rows in zip(scratch, tiles, strict=True)
         ]
         for number, call in enumerate(planned.plan.calls):
-            if call.run is not None and call.first:
-                self._streamer.acquire(call.run)
+            for run in call.runs if call.first else ():
+                self._streamer.acquire(run)
             for tile, rows in enumerate(tiles):
                 turn(tile)
                 ops.attend_decode(rows.q, params, self._pool, geometry, planned.loaded, number, groups[tile])
-            if call.run is not None and call.last:
-                self._streamer.release(call.run)
+            for run in call.runs if call.last else ():
+                self._streamer.release(run)
             if call.folds:
                 for tile in range(len(tiles)):
                     turn(tile)

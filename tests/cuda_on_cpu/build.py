@@ -7,12 +7,14 @@ in a folder for temporary files under a hash of them.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -83,11 +85,22 @@ def _built(stem: str, text: str, flags: Sequence[str], inputs: Sequence[str], ha
     digest = hashlib.sha256("\0".join((text, hash_also, *flags, _compiler())).encode()).hexdigest()[:24]
     path = _folder() / f"{stem}-{digest}.so"
     if not path.exists():
-        with tempfile.TemporaryDirectory(dir=_folder()) as scratch:
-            fresh = Path(scratch) / path.name
-            _run(["g++", *flags, "-o", str(fresh), *inputs], text)
-            os.replace(fresh, path)
+        with _turn(path), tempfile.TemporaryDirectory(dir=_folder()) as scratch:
+            if not path.exists():
+                fresh = Path(scratch) / path.name
+                _run(["g++", *flags, "-o", str(fresh), *inputs], text)
+                os.replace(fresh, path)
     return path
+
+
+@contextmanager
+def _turn(path: Path) -> Iterator[None]:
+    """Processes that want the same library at the same time: one compiles, the others wait for it."""
+    lock = path.with_suffix(".lock")
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+        lock.unlink(missing_ok=True)   # who waits holds the file still, and then finds the library
 
 
 def _run(command: Sequence[str], text: str) -> str:

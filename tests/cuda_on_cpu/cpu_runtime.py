@@ -72,8 +72,14 @@ class _Launcher:
         self._inner = inner
         self._recorder = recorder
 
+    def begin(self, kernels: Iterable[Kernel]) -> None:
+        """See ``prepare``."""
+
     def prepare(self, kernels: Iterable[Kernel], progress: Progress | None = None) -> None:
         """Kernels are compiled when they are launched first: a model's test uses few of those it may need."""
+
+    def close(self) -> None:
+        pass
 
     def launch(
         self, kernel: Kernel, grid: Sequence[int], block: int, args: Sequence[Any], *, shared_bytes: int = 0,

@@ -49,6 +49,12 @@ class CpuLauncher:
         self._runtime.kvs_launch.restype = ctypes.c_bool
         self._kernels: dict[Kernel, _Loaded] = {}
 
+    def begin(self, kernels: Iterable[Kernel]) -> None:
+        """See ``Launcher.begin``: nothing happens in the background."""
+
+    def close(self) -> None:
+        """See ``Launcher.close``."""
+
     def prepare(self, kernels: Iterable[Kernel], progress: Progress | None = None) -> None:
         """See ``Launcher.prepare``."""
         wanted = list(kernels)

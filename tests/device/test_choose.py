@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from kvs_core.device.choose import open_device
+from kvs_core.device.choose import begin_opening, open_device
 from kvs_core.device.cuda.device import CudaDevice
 from kvs_core.device.cuda.modules import CudaFound
 from kvs_core.device.host.device import HostDevice
@@ -120,3 +121,39 @@ def test_layers_are_not_split() -> None:
         DeviceSettings("cuda", gpu_layers=3).check_gpu_layers(4)
     with pytest.raises(SettingsError, match=r"--gpu-layers 0 keeps every layer off --device cuda:1; leave one of them"):
         DeviceSettings("cuda:1", gpu_layers=0).check_gpu_layers(4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "index"), [(DeviceSettings(), 0), (DeviceSettings("cuda:1"), 1), (DeviceSettings("cpu"), None)]
+)
+def test_a_gpu_is_looked_for_ahead(
+    gpus: Callable[[int], Asked], monkeypatch: pytest.MonkeyPatch, settings: DeviceSettings, index: int | None
+) -> None:
+    """In the background, and its context made; not for who wants the CPU."""
+    asked, made = gpus(2), []
+
+    class FakeDriver:
+        def primary_context(self, gpu: int) -> None:
+            made.append(gpu)
+
+    monkeypatch.setattr("kvs_core.device.cuda.driver.Driver", FakeDriver)
+    begin_opening(settings)
+    for thread in threading.enumerate():
+        if thread.name == "kvs-driver":
+            thread.join(10)
+    assert asked == made == ([] if index is None else [index])
+
+
+def test_what_is_wrong_ahead_is_said_later(gpus: Callable[[int], Asked], caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing is logged or raised in the background, whatever is missing."""
+    raised: list[object] = []
+    asked = gpus(0)
+    hook, threading.excepthook = threading.excepthook, raised.append
+    try:
+        begin_opening(DeviceSettings())
+        for thread in threading.enumerate():
+            if thread.name == "kvs-driver":
+                thread.join(10)
+    finally:
+        threading.excepthook = hook
+    assert (asked, raised, caplog.messages) == ([0], [], [])

@@ -254,12 +254,10 @@ def test_a_blas_that_mixes_rows_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 def test_capabilities_say_what_works_and_refuse_the_rest(device: HostDevice) -> None:
     """The host takes every pair of K/V types and any head size; a device that does not says which."""
     geometry = PageGeometry(32, 2, 96, 96, KvType.Q5_1, KvType.Q4_0)
-    device.capabilities.check(geometry, experts=True)
-    narrow = Capabilities("toy", frozenset({(KvType.F16, KvType.F16)}), frozenset({64, 128}), 8, experts=False)
+    device.capabilities.check(geometry)
+    narrow = Capabilities("toy", frozenset({(KvType.F16, KvType.F16)}), frozenset({64, 128}), 8)
     with pytest.raises(CapabilityError, match="K q5_1 with V q4_0 has no attention kernel on toy"):
-        narrow.check(geometry, experts=False)
+        narrow.check(geometry)
     with pytest.raises(CapabilityError, match="head dim 96 has no attention kernel on toy, which has 64, 128"):
-        narrow.check(PageGeometry(32, 2, 128, 96, KvType.F16, KvType.F16), experts=False)
-    narrow.check(PageGeometry(32, 2, 128, 64, KvType.F16, KvType.F16), experts=False)
-    with pytest.raises(CapabilityError, match="a mixture of experts has no kernels on toy; use --device cpu"):
-        narrow.check(PageGeometry(32, 2, 128, 64, KvType.F16, KvType.F16), experts=True)
+        narrow.check(PageGeometry(32, 2, 128, 96, KvType.F16, KvType.F16))
+    narrow.check(PageGeometry(32, 2, 128, 64, KvType.F16, KvType.F16))

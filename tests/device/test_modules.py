@@ -282,13 +282,75 @@ def test_kernels_are_compiled_once(sources: Path, monkeypatch: pytest.MonkeyPatc
         CudaModules(0).prepare(kernels, lambda done, total: said.append((done, total)))
         return said
 
+    compiled: list[str] = []
+    compile_cached = modules.compile_cached
+
+    def counted(source: str, *args: Any) -> bytes:
+        compiled.append(source)
+        return compile_cached(source, *args)
+
+    monkeypatch.setattr(modules, "compile_cached", counted)
     assert start() == [(0, 2), (1, 2), (2, 2)]
-    assert start() == [(2, 2)]
+    assert len(compiled) == 2
+    assert start() == [(0, 2), (1, 2), (2, 2)]
+    assert len(compiled) == 2
     assert len(cuda.loaded) == 4
     assert sorted(cuda.loaded[:2]) == sorted(cuda.loaded[2:])
     (sources / "common/base.cuh").write_text("#define BASE 2.f\n")
     nvrtc._sources_digest.cache_clear()
-    assert start() == [(0, 2), (1, 2), (2, 2)]
+    start()
+    assert len(compiled) == 4
+
+
+def test_what_was_begun_is_there_when_it_is_prepared(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``begin`` returns at once; what fails in the background is an error of ``prepare``, and may be tried again."""
+    cuda = FakeCuda()
+    install(monkeypatch, cuda)
+    held, release = threading.Event(), threading.Event()
+    compile_cached = modules.compile_cached
+
+    def slow(*args: Any) -> bytes:
+        held.set()
+        assert release.wait(10)
+        return compile_cached(*args)
+
+    monkeypatch.setattr(modules, "compile_cached", slow)
+    launcher = CudaModules(0)
+    (sources / "late.cu").write_text("__device__ int x = nonsense;\n")
+    broken = replace(FILL, source="late.cu")
+    launcher.begin([FILL, broken])
+    assert held.wait(10)
+    assert not cuda.loaded
+    release.set()
+    launcher.prepare([FILL])
+    assert len(cuda.loaded) == 1
+    with pytest.raises(DeviceError, match=r"late\.cu .* does not compile"):
+        launcher.prepare([FILL, broken])
+    (sources / "late.cu").write_text((sources / "fill.cu").read_text())
+    launcher.prepare([FILL, broken])
+    assert len(cuda.loaded) == 2
+
+
+def test_a_launcher_that_is_closed_begins_nothing_more(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever ends while kernels are compiled waits for those under way alone."""
+    install(monkeypatch, FakeCuda())
+    monkeypatch.setattr(modules, "_COMPILERS", 1)
+    held, release, ran = threading.Event(), threading.Event(), []
+
+    def slow(source: str, *args: Any) -> bytes:
+        ran.append(source)
+        held.set()
+        assert release.wait(10)
+        return b""
+
+    monkeypatch.setattr(modules, "compile_cached", slow)
+    launcher = CudaModules(0)
+    launcher.begin([FILL, *(replace(FILL, defines=(("N", n),)) for n in range(5))])
+    assert held.wait(10)
+    launcher.close()
+    release.set()
+    launcher._pool.shutdown(wait=True)
+    assert len(ran) == 1
 
 
 def test_a_damaged_cache_is_made_good(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:

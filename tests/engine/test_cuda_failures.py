@@ -19,7 +19,6 @@ from kvs_core.paging import slabs
 from kvs_core.settings.rooms import ContextSettings, RopeSettings
 from tests.engine.machines import MACHINES, Machine, machine_of, play, write_models
 from tests.engine.tiny import engine, kv_settings, text
-from tests.support.tiny_gguf import write_tiny_qwen3moe
 
 PREFILL, DECODE = Phase.PREFILL, Phase.DECODE
 
@@ -45,19 +44,6 @@ def one_line(*words: str) -> Iterator[None]:
     assert "\n" not in message
     for word in words:
         assert word in message
-
-
-def test_a_mixture_of_experts_is_refused_before_its_weights(
-    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """There are no kernels for it yet; nothing is uploaded to find that out."""
-    path = write_tiny_qwen3moe(tmp_path / "m.gguf", seed=1)
-    monkeypatch.setattr(CudaDevice, "prepare_weights", failing(CudaDevice.prepare_weights, 0))
-    with (
-        one_line("a mixture of experts has no kernels on", "use --device cpu"),
-        engine(path, kv=kv_settings(), device=machine.device),
-    ):
-        pass
 
 
 def failing(do: Callable[..., Any], after: int) -> Callable[..., Any]:

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from kvs_core.device.host.device import HostDevice
-from kvs_core.formats.gguf import GgufFile
+from kvs_core.formats.gguf import GgufFile, split_experts
 from kvs_core.formats.quants import dequantize_rows
-from kvs_core.models.weights import split_experts
 from tests.engine.tiny import engine, kv_settings, run, text
 from tests.support.tiny_gguf import SHARED, Experts, write_tiny_qwen3moe, write_tiny_qwen35moe
 

@@ -154,11 +154,11 @@ def test_two_shapes_are_two_pools_and_no_more() -> None:
 def test_a_device_without_a_part_says_so(part: Part) -> None:
     """Before a weight is loaded, in one line."""
     types = frozenset({(KvType.F16, KvType.F16)})
-    capable = Capabilities("a gpu", types, None, 8, experts=True)
+    capable = Capabilities("a gpu", types, None, 8)
     geometry = Pages.of([layer(0, 1, 64)], KvSettings(type_k="f16", type_v="f16")).shared
-    capable.check(geometry, experts=True)
+    capable.check(geometry)
     with pytest.raises(CapabilityError, match=f"{part.value} have no kernels on a gpu; use --device cpu"):
-        capable.check(geometry, experts=True, parts=[part])
+        capable.check(geometry, [part])
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,13 @@ from kvs_core.device.host.device import HostDevice
 from kvs_core.engine.engine import Engine
 from kvs_core.engine.session import Session
 from kvs_core.errors import SettingsError
-from kvs_core.formats.gguf import GgufFile
+from kvs_core.formats.gguf import GgufFile, split_experts
 from kvs_core.formats.gguf_writer import write_gguf
 from kvs_core.formats.quants import dequantize_rows
 from kvs_core.formats.tokenizer import Tokenizer
 from kvs_core.models.registry import read_spec
-from kvs_core.models.spec import LayerKind
-from kvs_core.models.synthetic import MIXES, SHAPES, Shape, Sliding, TwoShapes, synthetic_model
+from kvs_core.models.spec import ExpertSpec, LayerKind
+from kvs_core.models.synthetic import MIXES, SHAPES, Mixture, Shape, Sliding, TwoShapes, synthetic_model
 from kvs_core.settings import ContextSettings, KvSettings, RopeSettings
 from tests.support import llamacpp
 
@@ -94,6 +94,7 @@ def test_q4_k_m_is_that_of_llama_quantize() -> None:
     [
         ("qwen2.5-14b", "qwen2", 14_770_033_664, 579, (48, 5120, 13824, 152064), (40, 8, 128), 131072),
         ("qwen3-8b", "qwen3", 8_190_735_360, 399, (36, 4096, 12288, 151936), (32, 8, 128), 40960),
+        ("qwen3-30b-a3b", "qwen3moe", 30_532_122_624, 579, (48, 2048, 0, 151936), (32, 4, 128), 40960),
     ],
 )
 def test_dense_models_have_their_sizes(
@@ -110,6 +111,20 @@ def test_dense_models_have_their_sizes(
     assert more[:2] == [0, 1]
     assert more[-1] == spec.n_layer - 1
     assert len(more) == spec.n_layer // 2
+
+
+def test_the_mixture_has_its_sizes() -> None:
+    """Experts and their types: more bits where a dense model's downs have them; a router is float32 everywhere."""
+    spec = read_spec(file := synthetic_model("qwen3-30b-a3b:q4_k_m"))
+    assert spec.experts == ExpertSpec(128, 8, 768, 0, joined=False)
+    for layer, down in ((0, Quant.Q6_K), (6, Quant.Q4_K), (8, Quant.Q6_K), (47, Quant.Q6_K)):
+        found = [file.tensors[f"blk.{layer}.ffn_{name}.weight"] for name in ("gate_inp", "gate_exps", "down_exps")]
+        assert [info.quant for info in found] == [Quant.F32, Quant.Q4_K, down]
+        assert [info.shape for info in found] == [(2048, 128), (2048, 768, 128), (768, 2048, 128)]
+    downs = file.tensors["blk.9.ffn_down_exps.weight"]
+    last = list(split_experts(downs))[127]
+    assert (last.n_bytes, downs.n_bytes) == (2048 * 3 * 144, 128 * 2048 * 3 * 144)
+    np.testing.assert_array_equal(last.data[1000:5000], downs.data[downs.n_bytes - last.n_bytes :][1000:5000])
 
 
 def test_gemma3_27b_has_its_sizes() -> None:
@@ -202,7 +217,7 @@ def test_a_file_is_the_model(tmp_path: Path, mix: str) -> None:
         assert np.isfinite(dequantize_rows(info, 0, info.n_elements // info.shape[0])).all()
 
 
-@pytest.mark.parametrize("arch", ["qwen35", "qwen2", "qwen3", "gemma3", "gemma4", "gemma4 with experts"])
+@pytest.mark.parametrize("arch", ["qwen35", "qwen2", "qwen3", "qwen3moe", "gemma3", "gemma4", "gemma4 with experts"])
 def test_numbers_are_sane_and_llama_cpp_agrees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
     """Logits spread by 2, with another favourite at each position, and are those of llama.cpp on the written file."""
     small = {f"small-{dense}": Shape(dense, "qwen2", 6, 256, 512, 4, 2, 64, 512, 32768, 1e6)
@@ -210,11 +225,14 @@ def test_numbers_are_sane_and_llama_cpp_agrees(tmp_path: Path, monkeypatch: pyte
     small["small-gemma3"] = Shape(
         "gemma3", "qwen2", 6, 256, 512, 4, 2, 64, 512, 32768, 1e6, sliding=Sliding(16, 3, 8.0)
     )
-    for name, experts in (("small-gemma4", None), ("small-gemma4 with experts", (8, 2, 128))):
+    for name, mixture in (("small-gemma4", None), ("small-gemma4 with experts", Mixture(8, 2, 128))):
         small[name] = Shape(
             "gemma4", "qwen2", 6, 256, 512, 4, 1, 128, 512, 32768, 1e6,
-            two=TwoShapes(16, 3, 2, 64, values=experts is None, experts=experts),
+            two=TwoShapes(16, 3, 2, 64, values=mixture is None), mixture=mixture,
         )
+    small["small-qwen3moe"] = Shape(
+        "qwen3moe", "qwen2", 6, 256, 512, 4, 2, 64, 512, 32768, 1e6, mixture=Mixture(8, 3, 128)
+    )
     monkeypatch.setattr("kvs_core.models.synthetic.SHAPES", {**SHAPES, **small})
     file = synthetic_model("tiny:f16" if arch == "qwen35" else f"small-{arch}:f16")
     tokens = Tokenizer.from_metadata(file.metadata, source="synthetic").encode(TEXT)

@@ -15,6 +15,7 @@ from kvs_core.device.cuda.kernel import address
 from kvs_core.device.cuda.ops.attend_decode import AttendDecode
 from kvs_core.device.cuda.plan import DevicePlan
 from kvs_core.device.cuda.tables import PlanLayout
+from kvs_core.device.host.ops import kv_fragments
 from kvs_core.paging.geometry import GROUP_PAGES, SEGMENT_GROUPS, KvType, PageGeometry, PageOrder, hadamard_block
 from kvs_core.paging.schedule import Run
 from kvs_core.paging.spans import LEAST_SCRATCH_GROUPS, Chunk, LayerPlan, plan_layer
@@ -112,7 +113,7 @@ class Case:
         if spoilt:
             pages = spoil(pages, self.geometry, self.first_seen)
         if self.geometry.order is PageOrder.FRAGMENTS:
-            return np.stack([kv_pages.pack(page, self.geometry.kv_heads) for page in pages])
+            return np.stack([kv_fragments.pack(page, self.geometry.kv_heads) for page in pages])
         return pages
 
     def expected(self) -> np.ndarray:
@@ -211,13 +212,14 @@ class Attention:
         loaded = self.loaded(plan)
         pools = []
         for number, call in enumerate(plan.calls):
-            slots.arrive(call.run)
+            for run in call.runs if call.first else ():
+                slots.arrive(run)
             pools.append(lab.array(slots.pool))
             ops.attend_decode(self.q, params, pools[-1], geometry, loaded, number, self.scratch)
             if call.folds:
                 ops.fold(params, loaded, number, self.scratch, self.segments)
-            if call.last:
-                slots.leave(call.run)
+            for run in call.runs if call.last else ():
+                slots.leave(run)
         result = self.finish(plan)
         assert all(pool.flags.c_contiguous for pool in pools)   # they live until the launches are done
         return result

@@ -132,14 +132,15 @@ def decode(
     scratch = np.full((rows, *width), np.nan, np.float32)
     segments = np.full((plan.segments, *width), np.nan, np.float32)
     for call in plan.calls:
-        slots.arrive(call.run)
+        for run in call.runs if call.first else ():
+            slots.arrive(run)
         attention.attend_decode(
             q, slots.pool, geometry, call.parts, plan.slots, scratch, first_position=first_position, window=window,
             round_q=round_q,
         )
         attention.fold(scratch, segments, call.folds)
-        if call.last:
-            slots.leave(call.run)
+        for run in call.runs if call.last else ():
+            slots.leave(run)
     attention.fold(scratch, segments, plan.last_folds)
     out = np.full((*q.shape[:2], geometry.v_dim), np.nan, np.float32)
     attention.finish_decode(segments, plan.segments, out)

@@ -13,7 +13,7 @@ import numpy as np
 from kvs_core.device.base import AttentionParams
 from kvs_core.device.cuda.kernel import address
 from kvs_core.device.cuda.ops.attend_prefill import AttendPrefill
-from kvs_core.device.host.ops import basic, kv_codec
+from kvs_core.device.host.ops import basic, kv_codec, kv_fragments
 from kvs_core.memory.phases import Phase
 from kvs_core.paging.geometry import KvType, PageGeometry, PageOrder
 from tests.ops import kv_pages
@@ -86,7 +86,7 @@ class Case:
             parts.append(by_head.reshape(count, g.kv_heads, -1))
         pages = np.concatenate(parts, axis=2).reshape(count, g.page_bytes)
         if g.order is PageOrder.FRAGMENTS:
-            pages = np.stack([kv_pages.pack(page, g.kv_heads) for page in pages])
+            pages = np.stack([kv_fragments.pack(page, g.kv_heads) for page in pages])
         return pages
 
     def _stored(self, part: int) -> np.ndarray:

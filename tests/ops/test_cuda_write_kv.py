@@ -14,7 +14,7 @@ from kvs_core.device.cuda.ops.embed import Rope
 from kvs_core.device.cuda.ops.write_kv import LOG2_E, WriteKv
 from kvs_core.device.cuda.plan import DevicePlan
 from kvs_core.device.cuda.tables import PlanLayout
-from kvs_core.device.host.ops import basic, kv_codec
+from kvs_core.device.host.ops import basic, kv_codec, kv_fragments
 from kvs_core.memory.phases import Phase
 from kvs_core.paging.geometry import KvType, PageGeometry, PageOrder, hadamard_block
 from kvs_core.paging.spans import Chunk, LayerPlan
@@ -149,7 +149,7 @@ def run(lab: Any, case: Case, phase: Phase) -> Result:
     words = np.zeros(layout.words, np.int32)
     layout.fill(plan, words)
     table = lab.array(words)
-    rope = Rope(case.table.n_rot, case.table.interleaved, None, lab.array(angles(case)))
+    rope = Rope(case.table, None, lab.array(angles(case)))
     q_norm, k_norm = (None if norm is None else lab.array(norm) for norm in (case.q_norm, case.k_norm))
     pool = lab.array(np.full((max(slots) + 2, geometry.page_bytes), POISON, np.uint8))
     q = lab.empty((align_up(rows, 8), case.heads, geometry.k_dim), np.float32)
@@ -162,7 +162,7 @@ def run(lab: Any, case: Case, phase: Phase) -> Result:
     others = np.delete(after, slots, axis=0)
     pages = after[slots]
     if geometry.order is PageOrder.FRAGMENTS:
-        pages = np.stack([kv_pages.unpack(page, geometry.kv_heads) for page in pages])
+        pages = np.stack([kv_fragments.unpack(page, geometry.kv_heads) for page in pages])
     return Result(lab.host(q).reshape(-1).view(np.float16), pages, bool((others == POISON).all()))
 
 
@@ -170,7 +170,7 @@ def untouched(case: Case) -> np.ndarray:
     """Pages in ROWS order of a pool that is all 0xFF."""
     pages = np.full((case.pages, case.geometry.page_bytes), POISON, np.uint8)
     if case.geometry.order is PageOrder.FRAGMENTS:
-        pages = np.stack([kv_pages.unpack(page, case.geometry.kv_heads) for page in pages])
+        pages = np.stack([kv_fragments.unpack(page, case.geometry.kv_heads) for page in pages])
     return pages
 
 

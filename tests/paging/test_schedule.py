@@ -36,6 +36,20 @@ def check(schedule: PrefetchSchedule, of: list[int], ring: int) -> None:
     assert len(schedule.by_layer) == len(of)
     assert [run for runs in schedule.by_layer for run in runs] == list(schedule.runs)
     assert all(run.layer == layer for layer, runs in enumerate(schedule.by_layer) for run in runs)
+    assert [end for layer in range(len(of)) for end in schedule.batches(layer)] == list(schedule.batch_ends)
+    assert [run for batch in batches(schedule) for run in batch] == list(schedule.runs)
+    for batch in batches(schedule):
+        slots = [slot for run in batch for slot in run.slots]
+        assert len(batch) == 1 or len(slots) <= ring // 4
+        assert len(set(slots)) == len(slots)
+
+
+def batches(schedule: PrefetchSchedule) -> list[tuple[Run, ...]]:
+    """The runs of each batch."""
+    ends = sorted(set(schedule.batch_ends))
+    assert list(schedule.batch_ends) == sorted(schedule.batch_ends)
+    assert all(start < end for start, end in enumerate(schedule.batch_ends))
+    return [schedule.runs[start:end] for start, end in pairwise([0, *ends])]
 
 
 @given(cuts, rings, lengths)
@@ -71,7 +85,7 @@ class Simulation:
 
     def __init__(self, dice: random.Random) -> None:
         self.dice = dice
-        self.schedule = PrefetchSchedule((), 0, ())
+        self.schedule = PrefetchSchedule((), 0, (), ())
         self.holds: dict[int, tuple[int, int]] = {}   # slot -> (layer, page), copied or on its way
         self.in_ring: deque[Run] = deque()
         self.fetched = 0
@@ -104,16 +118,17 @@ class Simulation:
         return True
 
     def step(self) -> None:
-        """Read all runs, with random numbers of copies in between; then let the link run on a little."""
-        for run in self.schedule.runs:
+        """Read all batches, with random numbers of copies in between; then let the link run on a little."""
+        for batch in batches(self.schedule):
             while self.dice.random() < 0.6 and self.try_fetch():
                 pass
-            if not self.in_ring:
-                assert self.try_fetch(), "nothing is in the ring, and yet the next run does not fit: locked up"
-            assert self.in_ring[0] == run
-            self.in_ring.popleft()
-            for i, slot in enumerate(run.slots):
-                assert self.holds.pop(slot) == (run.layer, run.first_page + i)
+            while len(self.in_ring) < len(batch):
+                assert self.try_fetch(), "what came before is read, and yet the next batch does not fit: locked up"
+            for run in batch:
+                assert self.in_ring[0] == run
+                self.in_ring.popleft()
+                for i, slot in enumerate(run.slots):
+                    assert self.holds.pop(slot) == (run.layer, run.first_page + i)
         while self.dice.random() < 0.8 and self.try_fetch():
             pass
 
@@ -179,6 +194,24 @@ def test_runs_that_begin_elsewhere_are_not_the_head() -> None:
     """The first run must begin with a layer's first page, and each other where the one before it ended."""
     assert head_in_ring([range(12)], 16, [Run(0, 4, 4, 0)]) == 0
     assert head_in_ring([range(12)], 16, [Run(0, 0, 4, 0), Run(0, 8, 4, 4)]) == 1
+
+
+def test_small_layers_share_a_batch() -> None:
+    """Up to a fourth of the ring, and whole; the runs of a larger layer follow one by one."""
+    schedule = plan_schedule([range(8), range(4), range(0), range(8), range(40), range(4)], ring_slots=64, run_pages=8)
+    assert [[(run.layer, run.pages) for run in batch] for batch in batches(schedule)] == [
+        [(0, 8), (1, 4)], [(3, 8), (4, 8)], [(4, 8), (4, 8)], [(4, 8), (4, 8)], [(5, 4)],
+    ]
+    one_by_one = plan_schedule([range(8), range(8)], ring_slots=31, run_pages=4)
+    assert [len(batch) for batch in batches(one_by_one)] == [1, 1, 1, 1]
+
+
+def test_runs_that_lie_across_each_other_share_no_batch() -> None:
+    """What was copied under another schedule may lie where this one puts the next run."""
+    kept = [Run(0, 0, 4, 6), Run(0, 4, 4, 0)]
+    schedule = plan_schedule([range(8), range(4)], ring_slots=64, run_pages=8, kept=kept)
+    assert [run.first_slot for run in schedule.runs] == [6, 0, 4]
+    assert [len(batch) for batch in batches(schedule)] == [2, 1]
 
 
 def test_kept_runs_must_be_the_head() -> None:

@@ -135,6 +135,7 @@ def test_the_heat_map_is_drawn(
         (("--yaml", "/tmp"), "--yaml /tmp: no file can be written there"),
         (("--output", "/dev/null/x"), "--output /dev/null/x: cannot be written"),
         (("--temp", "0.5"), "--temp: has no effect on kvs profile-layers; leave it out"),
+        (("--context-shift",), "--context-shift: has no effect on kvs profile-layers; leave it out"),
         (("--version",), "--version: not a flag of kvs profile-layers; kvs run --version takes it"),
         (("story.txt",), "kvs profile-layers takes flags alone; give the model with --model, a text with --text"),
         (("--no-such-flag", "1"), "invalid argument: --no-such-flag"),

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from tests.cli.conftest import Kvs, kvs
+from tests.support.tiny_gguf import write_tiny_qwen35
 
 __all__ = ["kvs"]
 
@@ -57,7 +58,7 @@ def test_a_signal_ends_it_in_order(llama_path: Path, number: signal.Signals) -> 
 
 def test_what_keeps_it_from_serving(kvs: Kvs, llama_path: Path, tmp_path: Path) -> None:
     """One line and exit code 1: a taken port, a model that is none, a file of keys that is not there, a template that
-    does not parse, more than one slot."""
+    does not parse, more than one slot, a context shift of a model that cannot forget."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert "give another port" in kvs("serve", "-m", llama_path, "--port", port).error
@@ -75,5 +76,7 @@ def test_what_keeps_it_from_serving(kvs: Kvs, llama_path: Path, tmp_path: Path) 
             assert why in told.error
             assert "listening" not in told.err
     assert "one slot" in kvs("serve", "-m", llama_path, "--parallel", 4).error
+    recurrent = write_tiny_qwen35(tmp_path / "qwen35.gguf", seed=1)
+    assert "cannot forget" in kvs("serve", "-m", recurrent, "--port", 0, "--context-shift").error
     assert "flags alone" in kvs("serve", llama_path).error
     assert "--host" in kvs("serve", "-m", llama_path, "--host", "192.0.2.1").error

@@ -198,6 +198,9 @@ class _NoKernels:
     def prepare(self, kernels: object, progress: object = None) -> None:
         pass
 
+    def close(self) -> None:
+        pass
+
 
 def _copy(dst: int, src: int, size_bytes: int) -> None:
     ctypes.memmove(dst, src, size_bytes)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvs_core.device.base import Fence
 from kvs_core.memory.phases import Phase
 from kvs_core.paging import slabs
 from kvs_core.paging.geometry import PageGeometry
@@ -200,3 +203,40 @@ def test_the_tracer_finds_a_missing_wait() -> None:
     device.compute.synchronize()
     device.access("publish", writes=[a])
     device.close()
+
+
+def test_a_batch_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the compute stream before its first run is read, by the copy stream before its slots are filled again: small
+    layers share waits."""
+    device = TracedDevice(ROTATED, 0)
+    history = HostHistory(device, [ROTATED.page_bytes] * LAYERS, 40)
+    history.ensure(40)
+    for page in range(8):
+        for layer in range(LAYERS):
+            device.access("publish", writes=[history.page(layer, page).ctypes.data])
+    device.publish.synchronize()
+    pool = np.zeros((40, ROTATED.page_bytes), np.uint8)
+    streamer = Streamer(device, history, lambda first, slots: pool[first : first + slots].reshape(-1))
+    try:
+        streamer.replan([range(8)] * LAYERS, ring_slots=36, run_pages=4)
+        schedule = streamer.schedule
+        waits: Counter[str] = Counter()
+        for stream in (device.compute, device.copy):
+
+            def wait(fence: Fence, stream: Any = stream, inner: Any = stream.wait) -> None:
+                waits[stream.name] += 1
+                inner(fence)
+
+            monkeypatch.setattr(stream, "wait", wait)
+        for _ in range(5):
+            for run in schedule.runs:
+                streamer.acquire(run)
+                device.access("compute", reads=[int(pool[slot].ctypes.data) for slot in run.slots])
+                streamer.release(run)
+        batches = len(set(schedule.batch_ends))
+        assert batches < len(schedule.runs)
+        assert waits["compute"] == 5 * batches
+        assert 0 < waits["copy"] <= 5 * batches
+    finally:
+        device.close()
+        history.close()

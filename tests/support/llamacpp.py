@@ -168,6 +168,8 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_n_ctx": (c_uint32, (c_void_p,)),
     "llama_get_memory": (c_void_p, (c_void_p,)),
     "llama_memory_clear": (None, (c_void_p, c_bool)),
+    "llama_memory_seq_rm": (c_bool, (c_void_p, c_int32, c_int32, c_int32)),
+    "llama_memory_seq_add": (None, (c_void_p, c_int32, c_int32, c_int32, c_int32)),
     "llama_decode": (c_int32, (c_void_p, Batch)),
     "llama_get_logits": (POINTER(c_float), (c_void_p,)),
     KEEP_HIDDEN: (None, (c_void_p, c_bool, c_bool)),
@@ -365,6 +367,15 @@ class Context:
         self._check_open()
         _lib.llama_memory_clear(_lib.llama_get_memory(self._context), True)
         self.position = 0
+
+    def shift(self, keep: int, discard: int) -> None:
+        """Forget the tokens [keep, keep + discard), and move those behind them down: as llama-server does."""
+        self._check_open()
+        memory, end = _lib.llama_get_memory(self._context), keep + discard
+        if not (0 <= keep <= end <= self.position and _lib.llama_memory_seq_rm(memory, 0, keep, end)):
+            raise LlamaCppError(f"tokens {keep} to {end} of {self.position} cannot be forgotten")
+        _lib.llama_memory_seq_add(memory, 0, end, self.position, -discard)
+        self.position -= discard
 
     def _check_open(self) -> None:
         if self._context is None:

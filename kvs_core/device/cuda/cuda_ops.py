@@ -32,6 +32,8 @@ from kvs_core.device.cuda.ops import attend_decode, attend_prefill, embed, gdn, 
 from kvs_core.device.cuda.ops.attend_decode import LEAST_SHARED_FOR_512, AttendDecode
 from kvs_core.device.cuda.ops.attend_prefill import AttendPrefill
 from kvs_core.device.cuda.ops.embed import Embed, Rope
+from kvs_core.device.cuda.ops.experts import Experts
+from kvs_core.device.cuda.ops.experts import kernels_for as expert_kernels
 from kvs_core.device.cuda.ops.gdn import Gdn
 from kvs_core.device.cuda.ops.matmul import MAX_ROWS, DecodeMatmul
 from kvs_core.device.cuda.ops.norm import Norm
@@ -45,7 +47,8 @@ from kvs_core.device.cuda.ops.sample import instances as sample_instances
 from kvs_core.device.cuda.ops.write_kv import WriteKv
 from kvs_core.device.cuda.plan import DevicePlan
 from kvs_core.device.cuda.steps import PlanTables
-from kvs_core.device.cuda.weights import CudaWeight, Upload
+from kvs_core.device.cuda.weights import CudaWeight, ExpertStack, Upload
+from kvs_core.device.host.ops import kv_shift
 from kvs_core.device.workspace import BufferSpec, Workspace
 from kvs_core.memory.phases import Phase
 from kvs_core.paging.geometry import KvType, PageGeometry, PageOrder
@@ -66,6 +69,7 @@ class CudaOps:
         self._embed = Embed(context)
         self._matmul = DecodeMatmul(context)
         self._prefill_matmul = PrefillMatmul(context, gemm, self._matmul.dequant)
+        self._experts = Experts(context, self._matmul, self._prefill_matmul)
         self._norm = Norm(context)
         self._write = WriteKv(context)
         self._attend_decode = AttendDecode(context)
@@ -87,7 +91,6 @@ class CudaOps:
             kv_pairs=frozenset(itertools.product(KvType, KvType)),
             head_dims=frozenset(range(_LEAST_HEAD_DIM, _MOST_HEAD_DIM + 1, 16)) | wide,
             max_decode_rows=MAX_ROWS,
-            experts=False,
             parts=frozenset({Part.PER_LAYER}),
         )
 
@@ -101,7 +104,9 @@ class CudaOps:
 
     def scratch(self, phase: Phase, sizes: StepSizes) -> list[BufferSpec]:
         """The families' buffers."""
-        families = (self._matmul, self._prefill_matmul, self._gdn, self._sample, self._per_layer)
+        families = (
+            self._matmul, self._prefill_matmul, self._experts, self._gdn, self._sample, self._per_layer,
+        )
         specs = [spec for family in families for spec in family.scratch(phase, sizes)]
         self._names = tuple(dict.fromkeys([*self._names, *(spec.name for spec in specs)]))
         return specs
@@ -122,13 +127,16 @@ class CudaOps:
         self._embed.reserve(max(max_rows, MAX_ROWS), self._upload)
 
     def kernels(
-        self, weights: Sequence[CudaWeight], tables: Sequence[CudaWeight], geometries: Sequence[PageGeometry],
-        attention: Sequence[AttentionParams], recurrent: Sequence[GdnShape], activation: Activation,
+        self, weights: Sequence[CudaWeight], experts: Sequence[ExpertStack], tables: Sequence[CudaWeight],
+        geometries: Sequence[PageGeometry], attention: Sequence[AttentionParams], recurrent: Sequence[GdnShape],
+        activation: Activation,
     ) -> list[Kernel]:
         """All that a model with these parts launches."""
         launcher: Launcher = self._context.launcher
         arch = launcher.arch
         kernels = list(self._matmul.kernels_for(weights, gated_norm=bool(recurrent), activation=activation))
+        if experts:
+            kernels += expert_kernels(experts, activation)
         for table in tables:
             kernels += embed.kernels_for(table.sections[0].quant)
         for params, geometry in zip(attention, geometries, strict=True):
@@ -194,8 +202,8 @@ class CudaOps:
         family.add_normed(rows, weight, norm, x, eps=eps)
 
     def add_experts(self, x: Buffer, norm: Buffer, weights: ExpertWeights, *, eps: float, phase: Phase) -> None:
-        """See ``Ops.add_experts``. There are no kernels for it, as ``capabilities`` says."""
-        raise AssertionError("a mixture of experts on a device that refuses it")
+        """See ``Ops.add_experts``."""
+        self._experts.add(x, norm, weights, eps=eps, phase=phase)
 
     def add_mixture(self, x: Buffer, weights: MixtureWeights, *, eps: float, phase: Phase) -> None:
         """See ``Ops.add_mixture``. There are no kernels for it, as ``capabilities`` says."""
@@ -305,6 +313,13 @@ class CudaOps:
     def clear(self, buffer: Buffer) -> None:
         """See ``Ops.clear``."""
         self._write.clear(buffer)
+
+    def shift_rows(
+        self, pages: Sequence[np.ndarray], params: AttentionParams, geometry: PageGeometry, *, keep: int, discard: int,
+        tokens: int,
+    ) -> None:
+        """See ``Ops.shift_rows``. The history is the host's, and so is the work: as rare as a context that is full."""
+        kv_shift.shift_rows(pages, geometry, params.rope.table, keep=keep, discard=discard, tokens=tokens)
 
     def zero_page(self, pool: Buffer, geometry: PageGeometry, slot: int) -> None:
         """See ``Ops.zero_page``."""

@@ -212,6 +212,7 @@ class CupyRuntime:
     def close(self) -> None:
         """See ``Runtime``. Memory goes with its last view."""
         self._compute.synchronize()
+        self.launcher.close()
         self._cublas.close()
 
 

@@ -22,6 +22,7 @@ from kvs_core.device.base import (
     Counters,
     GdnShape,
     Ops,
+    Outline,
     RopeTable,
     StepInputs,
     StepSizes,
@@ -31,6 +32,7 @@ from kvs_core.device.base import (
 from kvs_core.device.cuda.context import Context
 from kvs_core.device.cuda.cuda_ops import CudaOps
 from kvs_core.device.cuda.kernel import address
+from kvs_core.device.cuda.outline import CudaOutline
 from kvs_core.device.cuda.runtime import Graph, Runtime
 from kvs_core.device.cuda.steps import PlanTables, StepTable
 from kvs_core.device.cuda.streams import CaptureState, CudaStream, EventPool
@@ -46,7 +48,6 @@ from kvs_core.units import MIB, Progress
 _EVENTS = 256            # made at start; a schedule with more runs makes more before it is captured
 _PROBE_BYTES = 64 * MIB
 _PROBES = 5
-_TABLE_PIECE_BYTES = 8 * MIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +158,10 @@ class CudaDevice:
         """See ``Device``. Types without a kernel become float16."""
         return self._weights.load(infos, biases)
 
+    def load_experts(self, infos: Sequence[TensorInfo]) -> Any:
+        """See ``Device``. Raises ``CapabilityError`` for sizes without a kernel."""
+        return self._weights.load_experts(infos)
+
     def load_table(self, info: TensorInfo) -> Weight:
         """See ``Device``. It stays in pinned host memory, where kernels can read it: a step takes a row per token."""
         for table in self._tables:
@@ -164,9 +169,7 @@ class CudaDevice:
                 return table
         n_in, n_out = info.shape
         rows = self._runtime.allocate_pinned(info.n_bytes)
-        for first in range(0, info.n_bytes, _TABLE_PIECE_BYTES):
-            part = info.data[first : first + _TABLE_PIECE_BYTES]
-            rows[first : first + part.size] = part
+        self._files.read_here(info, rows)
         section = RowsSection(info.quant, 0, n_out, row_bytes(info.quant, n_in), rows, None)
         table = CudaWeight(info.name, n_in, n_out, (section,), None)
         self._tables.append(table)
@@ -176,6 +179,10 @@ class CudaDevice:
         """See ``Device``."""
         return self._ops.load_rope(table)
 
+    def outline(self) -> Outline:
+        """See ``Device``: compiling begins while weights are loaded."""
+        return CudaOutline(self._ops, self._runtime.launcher)
+
     def prepare_ops(
         self, geometries: Sequence[PageGeometry], attention: Sequence[AttentionParams],
         recurrent: Sequence[GdnShape], activation: Activation, progress: Progress | None = None,
@@ -184,7 +191,9 @@ class CudaDevice:
         self._files.finish()
         self._weights.finish()
         weights = list(self._weights.weights)
-        kernels = self._ops.kernels(weights, self._tables, geometries, attention, recurrent, activation)
+        kernels = self._ops.kernels(
+            weights, self._weights.stacks, self._tables, geometries, attention, recurrent, activation
+        )
         self._runtime.launcher.prepare(kernels, progress)
 
     def _allocate_weights(self, size_bytes: int) -> Buffer:

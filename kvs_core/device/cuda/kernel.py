@@ -57,8 +57,16 @@ class Launcher(Protocol):
     sm_count: int
     shared_bytes: int
 
+    def begin(self, kernels: Iterable[Kernel]) -> None:
+        """Begin what ``prepare`` will wait for, in the background; its errors come then."""
+        ...
+
     def prepare(self, kernels: Iterable[Kernel], progress: Progress | None = None) -> None:
         """Compile what is not compiled yet; a kernel that was prepared launches without delay."""
+        ...
+
+    def close(self) -> None:
+        """Begin nothing more."""
         ...
 
     def launch(

@@ -6,7 +6,7 @@ import ctypes
 import os
 import struct
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,7 +61,8 @@ class CudaModules(Launcher):
         self._stream = stream
         self._can_overlap = self.path.can_overlap
         self._plain = True
-        self._modules: dict[_Unit, ctypes.c_void_p] = {}
+        self._jobs: dict[_Unit, Future[ctypes.c_void_p]] = {}   # a module each
+        self._pool = ThreadPoolExecutor(min(_COMPILERS, os.cpu_count() or 1), "kvs-compile")
         self._functions: dict[Kernel, int] = {}
         self._entries: dict[int, _Entry] = {}   # by id of a Kernel: hashing one takes longer than a launch
         self._config = ctypes.create_string_buffer(_CONFIG.size)
@@ -71,22 +72,28 @@ class CudaModules(Launcher):
         self._launch = self._driver.library.cuLaunchKernelEx
         self._launch.argtypes = [ctypes.c_void_p] * 4
 
+    def begin(self, kernels: Iterable[Kernel]) -> None:
+        """See ``Launcher.begin``. Modules are made in threads: NVRTC's part and the driver's take as long."""
+        for kernel in kernels:
+            unit = kernel.source, kernel.defines
+            if unit not in self._jobs:
+                self._jobs[unit] = self._pool.submit(self._module, unit)
+
     def prepare(self, kernels: Iterable[Kernel], progress: Progress | None = None) -> None:
-        """See ``Launcher.prepare``. ``progress`` counts compilations; those found on disk are done at once."""
+        """See ``Launcher.prepare``. ``progress`` counts modules; those found on disk are done at once."""
         kernels = list(kernels)
+        self.begin(kernels)
         units = {(kernel.source, kernel.defines): None for kernel in kernels}
-        missing: list[_Unit] = []
-        for unit in units:
-            if unit not in self._modules:
-                code = cached_code(*unit, self.path.target)
-                if code is None:
-                    missing.append(unit)
-                else:
-                    self._modules[unit] = self._load(unit, code)
         if progress:
-            progress(len(units) - len(missing), len(units))
-        if missing:
-            self._compile(missing, len(units), progress)
+            progress(0, len(units))
+        try:
+            for done, job in enumerate(as_completed([self._jobs[unit] for unit in units]), 1):
+                job.result()
+                if progress:
+                    progress(done, len(units))
+        except BaseException:
+            self._forget_unfinished()
+            raise
         for kernel in kernels:
             self._enter(kernel)
 
@@ -111,24 +118,20 @@ class CudaModules(Launcher):
         """The next launch waits for all before it, whatever ``overlap`` says: a copy or an event comes before it."""
         self._plain = True
 
-    def _compile(self, missing: Sequence[_Unit], total: int, progress: Progress | None) -> None:
-        done = total - len(missing)
-        with ThreadPoolExecutor(min(_COMPILERS, os.cpu_count() or 1), "kvs-compile") as pool:
-            jobs = {pool.submit(self._compiled, unit): unit for unit in missing}
-            try:
-                for job in as_completed(jobs):
-                    unit = jobs[job]
-                    self._modules[unit] = job.result()
-                    done += 1
-                    if progress:
-                        progress(done, total)
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+    def close(self) -> None:
+        """Compile no more. Idempotent."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _compiled(self, unit: _Unit) -> ctypes.c_void_p:
-        """A new module, made in a thread of its own: what the driver makes of PTX takes as long as NVRTC's part."""
-        code = compile_cached(*unit, self.path.target)
+    def _forget_unfinished(self) -> None:
+        """Modules that failed or are not begun: they can be asked for again."""
+        for unit, job in list(self._jobs.items()):
+            if job.cancel() or (job.done() and job.exception() is not None):
+                del self._jobs[unit]
+
+    def _module(self, unit: _Unit) -> ctypes.c_void_p:
+        code = cached_code(*unit, self.path.target)
+        if code is None:
+            code = compile_cached(*unit, self.path.target)
         self._driver.call("cuCtxSetCurrent", self._context)
         return self._load(unit, code)
 
@@ -147,10 +150,10 @@ class CudaModules(Launcher):
         function = self._functions.get(kernel)
         if function is None:
             unit = kernel.source, kernel.defines
-            if unit not in self._modules:
+            if unit not in self._jobs:
                 self.prepare([kernel])
                 return self._entries[id(kernel)]
-            function = self._driver.function(self._modules[unit], kernel.name, self.shared_bytes)
+            function = self._driver.function(self._jobs[unit].result(), kernel.name, self.shared_bytes)
             self._functions[kernel] = function
         entry = self._entries[id(kernel)] = _Entry(kernel, function)
         return entry

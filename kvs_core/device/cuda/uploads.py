@@ -1,7 +1,11 @@
 """Bytes of a model's file on their way to the GPU, through two pinned pieces in turn: one is filled while the other is
-copied. Those of a synthetic model are made there."""
+copied. Several threads fill a piece: one alone reads a file slower than the link takes it. Those of a synthetic model
+are made there."""
 
 from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -12,9 +16,11 @@ from kvs_core.device.cuda.runtime import Runtime
 from kvs_core.device.cuda.streams import CudaStream
 from kvs_core.formats.gguf import TensorInfo
 from kvs_core.formats.synthetic_blocks import DrawnBytes
-from kvs_core.units import MIB, Progress
+from kvs_core.units import MIB, Progress, ceil_div
 
 _PIECE_BYTES = 32 * MIB
+_READERS = 4
+_READER_BYTES = MIB   # what is worth a thread
 
 
 class FileBytes:
@@ -30,6 +36,7 @@ class FileBytes:
         self._total = 0
         self._progress: Progress | None = None
         self._draw = DrawBlocks(runtime.launcher, self.upload)
+        self._readers: ThreadPoolExecutor | None = None
 
     def expect(self, total_bytes: int, progress: Progress | None) -> None:
         """So many bytes are to come."""
@@ -45,6 +52,12 @@ class FileBytes:
         if self._progress is not None:
             self._progress(self._done, self._total)
 
+    def read_here(self, info: TensorInfo, out: np.ndarray) -> None:
+        """Fill ``out``, uint8 on the host, with all bytes of a tensor."""
+        for start in range(0, out.size, _PIECE_BYTES):
+            part = out[start : start + _PIECE_BYTES]
+            self._fill(part, info.data[start : start + part.size])
+
     def upload(self, array: np.ndarray) -> Buffer:
         """A small host array on the device for good, same shape and type."""
         array = np.ascontiguousarray(array)
@@ -58,14 +71,29 @@ class FileBytes:
         self._pinned = []
         self._draw.finish()
         self._progress = None
+        if self._readers is not None:
+            self._readers.shutdown()
+            self._readers = None
 
     def _copy(self, data: np.ndarray, target: int) -> None:
         for start in range(0, data.size, _PIECE_BYTES):
             part = data[start : start + _PIECE_BYTES]
             staged = self._next_piece()[: part.size]
-            np.copyto(staged, part)
+            self._fill(staged, part)
             self._runtime.enqueue_copy(target + start, address(staged), part.size, self._compute.raw)
             self._fences[self._turn] = self._compute.record()
+
+    def _fill(self, out: np.ndarray, data: np.ndarray) -> None:
+        if out.size <= _READER_BYTES:
+            np.copyto(out, data)
+            return
+        if self._readers is None:
+            self._readers = ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1), "kvs-read")
+        step = max(_READER_BYTES, ceil_div(out.size, _READERS))
+        cuts = range(0, out.size, step)
+        list(self._readers.map(
+            np.copyto, (out[cut : cut + step] for cut in cuts), (data[cut : cut + step] for cut in cuts)
+        ))
 
     def _next_piece(self) -> np.ndarray:
         if not self._pinned:

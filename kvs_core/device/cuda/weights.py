@@ -12,7 +12,7 @@ Bytes come from the file (or from a generator) through ``Source``, piece by piec
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import groupby
 
@@ -21,6 +21,7 @@ from gguf.constants import GGMLQuantizationType
 
 from kvs_core.device.base import Buffer
 from kvs_core.device.cuda.kernel import I32, PTR, Kernel, Launcher
+from kvs_core.errors import CapabilityError
 from kvs_core.formats.gguf import TensorInfo
 from kvs_core.formats.quants import dequantize_rows, row_bytes
 from kvs_core.units import MIB, align_up, ceil_div
@@ -126,6 +127,36 @@ class CudaWeight:
         return first if isinstance(first, RecordSection) and first.interleaved else None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertPart:
+    """One tensor of experts: expert e has ``n_rows`` rows of the section, the first at ``first_row + e * n_rows``.
+
+    column  of an expert's products with them, the first
+    """
+
+    section: Section
+    first_row: int
+    n_rows: int
+    column: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertStack:
+    """The matrices [n_out, n_in] of ``count`` experts.
+
+    swiglu  the only section, if its tiles hold gate and up rows side by side: those of an expert follow each other
+    """
+
+    n_in: int
+    n_out: int
+    count: int
+    parts: tuple[ExpertPart, ...]
+    swiglu: RecordSection | None
+
+    def __len__(self) -> int:
+        return self.count
+
+
 def record_bytes(quant: Quant) -> int:
     """Bytes of a record: those of 16 rows of 256 values in the file."""
     return TILE_ROWS * row_bytes(quant, BLOCK)
@@ -161,10 +192,11 @@ class WeightStore:
         self._piece_bytes = piece_bytes
         self._piece: Buffer = None
         self._weights: dict[tuple[tuple[str, ...], tuple[str | None, ...]], CudaWeight] = {}
+        self.stacks: list[ExpertStack] = []
 
     @property
     def weights(self) -> Iterable[CudaWeight]:
-        """All that was loaded."""
+        """All that was loaded, but for experts, which are in ``stacks``."""
         return self._weights.values()
 
     def load(self, infos: Sequence[TensorInfo], biases: Sequence[TensorInfo | None] = ()) -> CudaWeight:
@@ -181,6 +213,32 @@ class WeightStore:
         if found is None:
             found = self._weights[key] = self._load(infos, biases)
         return found
+
+    def load_experts(self, infos: Sequence[TensorInfo]) -> ExpertStack:
+        """Tensors [n_in, n_out, experts]; each expert's matrix has its rows of all of them. Not for the same twice.
+
+        Raises ``CapabilityError`` for sizes that the kernels do not take.
+        """
+        n_in, _, count = infos[0].shape
+        for info in infos:
+            step = TILE_ROWS if held_type(info.quant) in RECORD_TYPES else 4
+            if info.shape[1] % step or n_in % 4:
+                raise CapabilityError(
+                    f"{info.name}: experts of {info.shape[1]} rows of {n_in} {info.quant.name} have no kernel on a "
+                    f"GPU, which takes multiples of {step} and 4; use --device cpu"
+                )
+        flat = [replace(info, shape=(n_in, info.shape[1] * count)) for info in infos]
+        weight = self._load(flat, (None,) * len(flat))
+        parts = []
+        row = column = 0   # of the weight, and of an expert
+        for info in infos:
+            section = next(part for part in reversed(weight.sections) if part.first_row <= row)
+            parts.append(ExpertPart(section, row - section.first_row, info.shape[1], column))
+            row += info.shape[1] * count
+            column += info.shape[1]
+        stack = ExpertStack(n_in, column, count, tuple(parts), weight.swiglu)
+        self.stacks.append(stack)
+        return stack
 
     def finish(self) -> None:
         """Give up the memory that only loading needs; the next ``load`` takes it again."""
@@ -226,6 +284,11 @@ class WeightStore:
     def _rows(self, infos: Sequence[TensorInfo], quant: Quant) -> Buffer:
         size = row_bytes(quant, infos[0].shape[0])
         held = self._take(size * sum(info.shape[1] for info in infos))
+        self._fill_rows(infos, quant, held)
+        return held
+
+    def _fill_rows(self, infos: Sequence[TensorInfo], quant: Quant, held: Buffer) -> None:
+        size = row_bytes(quant, infos[0].shape[0])
         step = max(1, self._piece_bytes // size)
         at = 0
         for info in infos:
@@ -237,12 +300,17 @@ class WeightStore:
                 else:
                     self._source(_as_halves(info, row, count), 0, out)
                 at += count * size
-        return held
 
     def _records(self, infos: Sequence[TensorInfo], n_rows: int, interleaved: bool) -> Buffer:
         quant, n_in = infos[0].quant, infos[0].shape[0]
         n_tiles, n_blocks = ceil_div(n_rows, TILE_ROWS), ceil_div(n_in, BLOCK)
         records = self._take(n_tiles * n_blocks * record_bytes(quant))
+        self._fill_records(infos, n_rows, interleaved, records)
+        return records
+
+    def _fill_records(self, infos: Sequence[TensorInfo], n_rows: int, interleaved: bool, records: Buffer) -> None:
+        quant, n_in = infos[0].quant, infos[0].shape[0]
+        n_blocks = ceil_div(n_in, BLOCK)
         first_row = 0
         for half, info in enumerate(infos):
             at = 0 if interleaved else first_row
@@ -257,7 +325,6 @@ class WeightStore:
                     (piece, count, written, n_in, at + row, int(interleaved), half, records),
                 )
             first_row += info.shape[1]
-        return records
 
     def _pieces(self, info: TensorInfo) -> Iterator[tuple[int, int, Buffer]]:
         """A tensor's rows on the device, some at a time: first row, rows, bytes. Each is good until the next."""

@@ -40,7 +40,7 @@ from kvs_core.device.host.weights import HeldMatrix, HostWeight, HostWeights, al
 from kvs_core.device.host.workers import Team
 from kvs_core.device.workspace import BufferSpec, Workspace
 from kvs_core.errors import DeviceError
-from kvs_core.formats.gguf import TensorInfo
+from kvs_core.formats.gguf import TensorInfo, split_experts
 from kvs_core.formats.quants import dequantize_rows
 from kvs_core.memory.phases import Phase
 from kvs_core.paging.geometry import KvType, PageGeometry
@@ -100,7 +100,6 @@ class HostDevice:
             kv_pairs=frozenset(itertools.product(KvType, KvType)),
             head_dims=None,
             max_decode_rows=_PROBE_ROWS,
-            experts=True,
             parts=frozenset(Part),
         )
         self._debug = debug or HostDebug()
@@ -167,6 +166,10 @@ class HostDevice:
             ])
         return HostWeight([self._weights.matrix(info) for info in infos], bias)
 
+    def load_experts(self, infos: Sequence[TensorInfo]) -> Any:
+        """See ``Device``."""
+        return tuple(self.load_matrix(parts) for parts in zip(*map(split_experts, infos), strict=True))
+
     def load_table(self, info: TensorInfo) -> Weight:
         """See ``Device``."""
         return self._weights.matrix(info)
@@ -206,6 +209,9 @@ class HostDevice:
         """See ``Device``."""
         host: np.ndarray = np.array(buffer)
         return host
+
+    def outline(self) -> None:
+        """See ``Device``."""
 
     def prepare_ops(
         self, geometries: Sequence[PageGeometry], attention: Sequence[AttentionParams],

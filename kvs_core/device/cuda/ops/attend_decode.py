@@ -68,7 +68,7 @@ class AttendDecode:
         variant = variant_for(params, geometry, context.rows, launcher.arch, launcher.shared_bytes)
         planned = plan.plan.calls[call]
         # Resident parts become more while a captured launch is replayed, up to a scratch row each.
-        most_parts = len(scratch) if planned.run is None else len(planned.parts)
+        most_parts = len(scratch) if planned.resident else len(planned.parts)
         blocks = min(launcher.sm_count * variant.sm_blocks // variant.unit_blocks, most_parts)
         launcher.launch(
             variant.kernel, (max(blocks, 1) * variant.unit_blocks, 1, 1), variant.threads,

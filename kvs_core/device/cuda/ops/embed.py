@@ -29,15 +29,25 @@ _ROPE = Kernel("embed.cu", "rope_table", (PTR, I32, PTR, I32, PTR))
 class Rope:
     """A rotary embedding on the device.
 
+    table        what it was made of
     frequencies  [n_rot / 2 + 1] float64: radians per position of each pair, then the magnitude
     cs           [most rows, n_rot / 2, 2] float32: cosine and sine of the step's positions, times the magnitude; None
                  until ``Embed.reserve``
     """
 
-    n_rot: int
-    interleaved: bool
+    table: RopeTable
     frequencies: Buffer
     cs: Buffer | None = None
+
+    @property
+    def n_rot(self) -> int:
+        """Values of a head that turn."""
+        return self.table.n_rot
+
+    @property
+    def interleaved(self) -> bool:
+        """As in ``RopeTable``."""
+        return self.table.interleaved
 
     def cs_of(self, first_row: int) -> int:
         """Address of a row's cosines and sines."""
@@ -56,7 +66,7 @@ class Embed:
         key = (table.inv_freq.tobytes(), table.interleaved, table.magnitude)
         if key not in self._ropes:
             frequencies = np.append(table.inv_freq, table.magnitude).astype(np.float64)
-            self._ropes[key] = Rope(table.n_rot, table.interleaved, upload(frequencies))
+            self._ropes[key] = Rope(table, upload(frequencies))
         return self._ropes[key]
 
     def reserve(self, max_rows: int, upload: Upload) -> None:

@@ -80,6 +80,19 @@ class GatedNorm:
     eps: float
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Normed:
+    """T rows x * norm, still to be scaled to rms 1, in the forms that weights take; 0 for one that nobody needs.
+
+    records  uint8 [n / 256 rounded up, 2, T, ACT_BYTES]; rows float32 [T, n], contiguous
+    sums     float32 [T, n / 256 rounded up]: sums of squares of x
+    """
+
+    records: Buffer
+    rows: Buffer
+    sums: Buffer
+
+
 RowForm = Records | GatedNorm
 """A better form of rows than float32: noted by their producer in ``Context.forms`` under ``address(rows)``."""
 
@@ -144,16 +157,18 @@ class DecodeMatmul:
 
     def project(self, x: Buffer, norm: Buffer, weight: CudaWeight, out: Buffer, *, eps: float) -> None:
         """See ``Ops.project``.   out [T, n_out] float32, rows any distance apart"""
-        self._norm(x, norm, weight)
+        self.project_normed(self._norm(x, norm, weight), weight, out, eps=eps)
+
+    def project_normed(self, normed: Normed, weight: CudaWeight, out: Buffer, *, eps: float) -> None:
+        """``project``, from what ``norm_into`` has left; for any number of rows."""
         # Small products first: what comes next can prepare itself under the large ones.
         for section in sorted(weight.sections, key=lambda section: isinstance(section, RecordSection)):
             if isinstance(section, RowsSection):
                 self._rows.run(
-                    self._float_rows(len(x), weight.n_in), section, out, n_in=weight.n_in, out_stride=_stride(out),
-                    sums=self._scratch("matmul_sums"), eps=eps,
+                    normed.rows, section, out, n_in=weight.n_in, out_stride=_stride(out), sums=normed.sums, eps=eps
                 )
             else:
-                self._multiply_normed(weight, section, out, eps)
+                self._multiply_normed(normed, weight, section, out, eps)
 
     def project_gated(
         self, x: Buffer, norm: Buffer, weight: CudaWeight, out: Buffer, *, eps: float,
@@ -162,8 +177,8 @@ class DecodeMatmul:
         """See ``Ops.project_gated``.   out [T, n_out / 2] float32"""
         self._context.forms.pop(address(out), None)
         if weight.swiglu is not None:
-            self._norm(x, norm, weight)
-            self._multiply_normed(weight, weight.swiglu, out, eps, OUTPUTS[activation])
+            normed = self._norm(x, norm, weight)
+            self._multiply_normed(normed, weight, weight.swiglu, out, eps, OUTPUTS[activation])
             return
         rows, half = len(x), weight.n_out // 2
         both = self._scratch("matmul_gate_up").reshape(-1)[: rows * weight.n_out].reshape(rows, weight.n_out)
@@ -175,15 +190,15 @@ class DecodeMatmul:
 
         rows  float32 [T, n_in], 16-byte aligned, rows a multiple of 4 numbers apart; or what ``Context.forms`` says
         """
-        self._kept = _Kept(x, *self._multiply_rows(rows, weight))
+        self._kept = _Kept(x, *self.multiply(rows, weight))
 
     def add_normed(self, rows: Buffer, weight: CudaWeight, norm: Buffer, x: Buffer, *, eps: float) -> None:
         """See ``Ops.add_normed``.   rows as in ``add_projected``"""
-        parts, stride = self._multiply_rows(rows, weight)
+        parts, stride = self.multiply(rows, weight)
         self._post_norm.add_normed(self._scratch("matmul_parts"), parts, stride, norm, x, eps=eps)
 
-    def _multiply_rows(self, rows: Buffer, weight: CudaWeight) -> tuple[int, int]:
-        """Leave the parts of rows @ weight.T in the scratch: how many, and numbers from one's row to the next."""
+    def multiply(self, rows: Buffer, weight: CudaWeight) -> tuple[int, int]:
+        """Leave the parts of rows @ weight.T in ``matmul_parts``: how many, and numbers from one's row to the next."""
         self.flush()
         form = self._context.forms.pop(address(rows), None)
         parts, stride = self._splits(weight), align_up(weight.n_out, 4)
@@ -251,32 +266,41 @@ class DecodeMatmul:
     def _fit(self, section: RecordSection, n_splits: int, rows: int) -> Fit:
         return fit(section.quant, ceil_div(section.n_blocks, n_splits), rows, self._context.launcher.shared_bytes)
 
-    def _norm(self, x: Buffer, norm: Buffer, weight: CudaWeight) -> None:
-        """Add what is kept back for x; leave x * norm in the forms that the weight takes, and sums of squares."""
+    def norm_into(self, x: Buffer, norm: Buffer, normed: Normed) -> None:
+        """Add what is kept back for x; leave x * norm and sums of squares there."""
         kept = self._kept
         if kept is not None and address(kept.x) != address(x):
             self.flush()
             kept = None
         self._kept = None
         rows, n = x.shape
+        self._launch(ADD_QUANT, quant_grid(n, rows), (
+            x, _stride(x), self._scratch("matmul_parts"), 0 if kept is None else kept.parts,
+            0 if kept is None else kept.stride, norm, rows, n, normed.records, normed.rows, normed.sums,
+        ))
+
+    def _norm(self, x: Buffer, norm: Buffer, weight: CudaWeight) -> Normed:
+        """``norm_into`` the scratch, in the forms that the weight takes."""
+        rows, n = x.shape
         assert n == weight.n_in
         records = any(isinstance(section, RecordSection) for section in weight.sections)
         plain = any(isinstance(section, RowsSection) for section in weight.sections)
-        self._launch(ADD_QUANT, quant_grid(n, rows), (
-            x, _stride(x), self._scratch("matmul_parts"), 0 if kept is None else kept.parts,
-            0 if kept is None else kept.stride, norm, rows, n, self._scratch("matmul_records") if records else 0,
-            self._scratch("matmul_rows") if plain else 0, self._scratch("matmul_sums"),
-        ))
+        normed = Normed(
+            self._scratch("matmul_records") if records else 0, self._float_rows(rows, n) if plain else 0,
+            self._scratch("matmul_sums"),
+        )
+        self.norm_into(x, norm, normed)
+        return normed
 
     def _multiply_normed(
-        self, weight: CudaWeight, section: RecordSection, out: Buffer, eps: float, output: Output = Output.PLAIN
+        self, normed: Normed, weight: CudaWeight, section: RecordSection, out: Buffer, eps: float,
+        output: Output = Output.PLAIN,
     ) -> None:
-        """The section's columns of out, from what ``_norm`` has left."""
+        """The section's columns of out."""
         count = len(out)
         self._multiply(
-            weight, section, Input.RECORDS, self._scratch("matmul_records"), count, count, 1,
-            address(out) + 4 * section.first_row, _stride(out), sums=self._scratch("matmul_sums"), eps=eps,
-            output=output,
+            weight, section, Input.RECORDS, normed.records, count, count, 1, address(out) + 4 * section.first_row,
+            _stride(out), sums=normed.sums, eps=eps, output=output,
         )
 
     def _multiply_parts(
@@ -310,7 +334,7 @@ class DecodeMatmul:
     ) -> None:
         """One launch of ``matmul_decode``, or more where so many rows do not fit a block."""
         launcher = self._context.launcher
-        best = self._fit(section, n_splits, count)
+        best = self._fit(section, n_splits, min(count, MAX_ROWS))
         grid = n_splits * min(launcher.sm_count // n_splits, section.n_tiles)
         step = ACT_BYTES if rows_as is Input.RECORDS else 4 * x_stride
         for first in range(0, count, best.rows):

@@ -22,7 +22,7 @@ BLOCK_TYPES = (
 """Types that ``cuda_src/common/gguf_blocks.cuh`` reads."""
 
 MAX_ROWS = 8
-"""Activation rows of one product."""
+"""Activation rows that share what is read of a weight."""
 
 TILE = 256
 """Columns that a warp takes at a time."""
@@ -51,7 +51,7 @@ _DEQUANT_TILES = 32         # of a block
 
 
 class RowsMatmul:
-    """Products of up to 8 rows with a ``RowsSection``: those of a decode step, or the last one of a prompt."""
+    """Products of rows with a ``RowsSection``: made for the few of a decode step, or the last one of a prompt."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -68,20 +68,22 @@ class RowsMatmul:
         The bits of a row depend on neither T nor the GPU.
         """
         launcher, n_rows, n_out = self._context.launcher, len(x), section.n_rows
-        width = _width(n_rows)
+        width = _width(min(n_rows, MAX_ROWS))
+        turns = ceil_div(n_rows, width)
         args = (
             x, n_in, 0 if sums is None else sums, eps, section.rows, section.row_bytes, n_in, n_out,
             0 if section.bias is None else section.bias,
             _address(out) + 4 * section.first_row, out_stride, n_rows,
         )
         if n_out <= _FEW_ROWS:
-            launcher.launch(_few_rows(section.quant, width), (n_out, 1, 1), 32 * _FEW_SLICES, args, overlap=True)
+            launcher.launch(_few_rows(section.quant, width), (n_out, turns, 1), 32 * _FEW_SLICES, args, overlap=True)
             return
         tiles, slices = ceil_div(n_in, TILE), _slices(n_in, n_out)
         chunk_tiles = _chunk_tiles(tiles, slices, width, launcher.shared_bytes // _BLOCKS_PER_SM)
         sets = ceil_div(n_out, _WARP_ROWS * _WARPS // slices)
         launcher.launch(
-            _many_rows(section.quant, width), (min(sets, _BLOCKS_PER_SM * launcher.sm_count), 1, 1), 32 * _WARPS,
+            _many_rows(section.quant, width), (min(sets, _BLOCKS_PER_SM * launcher.sm_count), turns, 1),
+            32 * _WARPS,
             (*args, slices, chunk_tiles), shared_bytes=width * chunk_tiles * _TILE_BYTES, overlap=True,
         )
 

@@ -130,6 +130,14 @@ class PrefillMatmul:
             self._finish(address(products), stride, n, weight, "row_peaks")
             self._post_norm.add_normed(products, 1, stride, norm, x[first : first + n], eps=eps)
 
+    def multiply(self, rows: Buffer, weight: CudaWeight, out: Buffer) -> None:
+        """out = rows @ weight.T + bias   rows as in ``add_projected``; out float32 [T, n_out]"""
+        stride = _stride(out)
+        for halves, first, n in self._halves(rows, len(out), weight.n_in):
+            at = address(out) + 4 * first * stride
+            self._multiply(halves, n, weight, at, stride, accumulate=False)
+            self._finish(at, stride, n, weight, "row_peaks")
+
     def _halves(self, rows: Buffer, n_rows: int, n_in: int) -> Iterator[tuple[int, int, int]]:
         """Rows in float16, some at a time: address, first row, rows. Their peaks are in the scratch until the next."""
         at = address(rows)

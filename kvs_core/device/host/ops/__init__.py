@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from kvs_core.device.base import (
@@ -14,7 +16,7 @@ from kvs_core.device.base import (
     StepInputs,
     Weight,
 )
-from kvs_core.device.host.ops import attention, basic, experts, gdn, kv_write, per_layer
+from kvs_core.device.host.ops import attention, basic, experts, gdn, kv_shift, kv_write, per_layer
 from kvs_core.device.host.workers import Team
 from kvs_core.memory.phases import Phase
 from kvs_core.paging.geometry import PageGeometry
@@ -151,6 +153,13 @@ class HostOps:
         if geometry.v_rotation:
             basic.hadamard(v, geometry.v_rotation)
         kv_write.kv_write(k, v, pool, geometry, row_spans(position, rows, geometry.page_tokens, plan.slots))
+
+    def shift_rows(
+        self, pages: Sequence[Buffer], params: AttentionParams, geometry: PageGeometry, *, keep: int, discard: int,
+        tokens: int,
+    ) -> None:
+        """See ``Ops.shift_rows``."""
+        kv_shift.shift_rows(pages, geometry, params.rope, keep=keep, discard=discard, tokens=tokens)
 
     def attend_decode(
         self, q: Buffer, params: AttentionParams, pool: Buffer, geometry: PageGeometry, plan: LayerPlan, call: int,

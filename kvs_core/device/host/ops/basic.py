@@ -115,8 +115,22 @@ def rope(x: Buffer, first_position: int, table: RopeTable) -> None:
     """
     positions = np.arange(first_position, first_position + len(x), dtype=np.float64)
     angles = np.multiply.outer(positions, table.inv_freq)[:, None, :]
-    cos = (table.magnitude * np.cos(angles)).astype(np.float32)
-    sin = (table.magnitude * np.sin(angles)).astype(np.float32)
+    _turn(x, table, table.magnitude * np.cos(angles), table.magnitude * np.sin(angles))
+
+
+def rope_by(x: Buffer, positions: int, table: RopeTable) -> None:
+    """Turn what ``rope`` has turned by ``positions`` more, in place: rows become those of other positions, all equally
+    far away.   x [..., D]; ``positions`` may be negative
+
+    Rotations about one axis add up, whatever the frequencies. The magnitude is in the rows already.
+    """
+    angles = positions * table.inv_freq
+    _turn(x, table, np.cos(angles), np.sin(angles))
+
+
+def _turn(x: Buffer, table: RopeTable, cosines: np.ndarray, sines: np.ndarray) -> None:
+    """Pairs (a, b) become (a cos - b sin, b cos + a sin).   cosines, sines: float64, broadcast to [..., n_rot / 2]"""
+    cos, sin = cosines.astype(np.float32), sines.astype(np.float32)
     n_rot = table.n_rot
     if table.interleaved:
         left, right = x[..., 0:n_rot:2], x[..., 1:n_rot:2]

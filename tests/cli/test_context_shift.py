@@ -1,0 +1,56 @@
+"""``--context-shift`` on the command line: texts longer than the context, and what is said where it cannot be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.cli.conftest import GREEDY, Kvs, tokenizer_of
+from tests.support.tiny_gguf import write_tiny_llama
+
+PROMPT = "The harbour at night is full of lights. "
+
+
+def test_a_text_goes_on_beyond_the_context(kvs: Kvs, tmp_path: Path) -> None:
+    """Three contexts of it, the same streamed, and JSON that tells how many tokens were forgotten; without the flag it
+    ends where the context does."""
+    model = write_tiny_llama(
+        tmp_path / "llama.gguf", seed=2, n_layer=2, kv_heads=4, head_dim=128, pre="llama-bpe"   # of large pages
+    )
+    common = ("run", "-m", model, "-p", PROMPT, "-c", 256, "-n", 768, *GREEDY, "--ignore-eos", "--json", "-ctk", "f32",
+              "--kv-page-tokens", 32, "-ub", 32)
+    shifted = kvs(*common, "--context-shift", "--keep", 5)
+    result, tokens = shifted.json, len(tokenizer_of(model).encode(PROMPT))
+    assert (result["stop_reason"], result["generated_tokens"]) == ("length", 768)
+    bos = int(tokenizer_of(model).add_bos)
+    discard = (255 - 5 - bos) // 2
+    assert result["dropped_tokens"] == discard * -(-(tokens + 768 - 256) // discard)
+    assert f"context shift: {5 + bos} tokens kept, {discard} forgotten, {250 - bos - discard} moved down" in shifted.err
+    streamed = kvs(*common, "--context-shift", "--keep", 5, "--kv-stream-pool-mib", 1).json
+    assert streamed["kv"]["streamed_pages_per_step"] > 0
+    assert streamed["token_ids"] == result["token_ids"]
+    ended = kvs(*common, "--no-context-shift").json
+    assert (ended["stop_reason"], ended["dropped_tokens"]) == ("context", 0)
+    assert ended["token_ids"] == result["token_ids"][: 256 - tokens]
+
+
+def test_a_session_goes_on_behind_a_shift(kvs: Kvs, tiny_llama: Path, tmp_path: Path) -> None:
+    """In two runs as in one: the file holds what is left of the text."""
+    file = tmp_path / "talk.kvs"
+    common = ("run", "-m", tiny_llama, "-c", 256, *GREEDY, "--ignore-eos", "--context-shift", "--keep", 3)
+    first = kvs(*common, "-p", PROMPT, "-n", 300, "--session", file)
+    second = kvs(*common, "-p", "", "-n", 200, "--session", file)
+    assert first.out + second.out == kvs(*common, "-p", PROMPT, "-n", 500).out
+
+
+def test_recurrent_models_are_refused_at_start(kvs: Kvs, tiny_qwen35: Path) -> None:
+    """In one line, with the reason and what to do."""
+    error = kvs("run", "-m", tiny_qwen35, "-p", PROMPT, "--context-shift").error
+    assert "--context-shift: tiny qwen35 has 6 recurrent layers, whose state cannot forget" in error
+    assert "larger --ctx-size" in error
+
+
+def test_keep_alone_is_named(kvs: Kvs, tiny_llama: Path) -> None:
+    """It does nothing without a shift, and a line says so."""
+    said = kvs("run", "-m", tiny_llama, "-p", "x", "-n", "1", "--keep", "4").err
+    assert "--keep" in said
+    assert "no effect without --context-shift" in said
