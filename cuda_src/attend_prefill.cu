@@ -14,7 +14,7 @@
 // A group of SHARERS warps owns 16 * QUERY_TILES of the pairs. Reading shared memory is what limits the kernel, so a
 // warp has two query tiles for every fragment of keys and values that it reads. Where registers do not hold the sums of
 // both, two warps share them: each scores half of the keys, for the maxima and weights of both, and sums half of the
-// dims.
+// dims. Where a tile is too small to be halved, both score all of it.
 //
 // The raw bytes of a tile come by background copies, one half step ahead. A step has two halves, a barrier after each:
 //
@@ -25,9 +25,10 @@
 // In each half, one half of the warps multiplies first and the other opens first: tensor cores and ALUs are both busy.
 //
 // Compile-time facts (-D)
-//   K_TYPE, V_TYPE, K_DIM, V_DIM   types (common/kv_types.cuh) and head dims, multiples of 16 up to 256
+//   K_TYPE, V_TYPE, K_DIM, V_DIM   types (common/kv_types.cuh) and head dims, multiples of 16 up to 256, or 512
 //   PAGE, FRAGMENTS                tokens of a page; 1: the page order of common/fragments.cuh, 0: ROWS
-//   QUERY_TILES, SHARERS           2 and 1 up to V_DIM 128, 2 and 2 beyond; 1 and 1 where tiles are too small to share
+//   QUERY_TILES, SHARERS           2 and 1 up to V_DIM 128, 2 and 2 up to 256; 1 and 1 where tiles are too small to share;
+//                                  1 and 2 beyond 256
 //   WARPS, KEYS                    as many as there is shared memory for
 //   WINDOW                         keys that a row sees at most; 0: all up to its own
 #include "common/kv_tile.cuh"
@@ -36,10 +37,11 @@
 constexpr int THREADS = WARPS * 32, GROUPS = WARPS / SHARERS;
 constexpr int GROUP_PAIRS = QUERY_TILES * 16, PAIRS = GROUPS * GROUP_PAIRS;
 constexpr int STEPS = KEYS / 16;                       // of a product over keys
-constexpr int OWN_STEPS = STEPS / SHARERS;             // those whose scores a warp computes
+constexpr int SCORERS = STEPS % SHARERS ? 1 : SHARERS; // warps among which the scores of a group are shared
+constexpr int OWN_STEPS = STEPS / SCORERS;             // those whose scores a warp computes
 constexpr int K_BLOCKS = key_blocks(K_DIM), V_TILES = V_DIM / 16;
 constexpr int OWN_TILES = V_TILES / SHARERS;           // those that a warp sums
-static_assert(OWN_STEPS * SHARERS == STEPS && OWN_TILES * SHARERS == V_TILES, "equal shares");
+static_assert(OWN_STEPS * SCORERS == STEPS && OWN_TILES * SHARERS == V_TILES, "equal shares");
 constexpr int K_ROW = kv_row_bytes(K_TYPE, K_DIM), V_ROW = kv_row_bytes(V_TYPE, V_DIM);
 constexpr int HEAD_BYTES = PAGE * (K_ROW + V_ROW);
 
@@ -124,6 +126,7 @@ attend_prefill(const u16* q, const u8* pool, long long slot_bytes, const int* sl
   const int thread = threadIdx.x, warp = __shfl_sync(~0u, thread >> 5, 0);
   const int lane = thread & 31, g = lane >> 2, t = lane & 3;
   const int group = warp / SHARERS, share = warp % SHARERS;
+  const int scorer = SCORERS > 1 ? share : 0;
   uint4* const queries = (uint4*)shared + group * QUERY_TILES * K_BLOCKS * 64;
   uint4* const shared_weights = (uint4*)(shared + WEIGHTS_AT) + group * QUERY_TILES * STEPS * 32;
   float* const maxima = (float*)(shared + MAXIMA_AT) + group * SHARERS * GROUP_PAIRS;
@@ -211,7 +214,7 @@ attend_prefill(const u16* q, const u8* pool, long long slot_bytes, const int* sl
         }
 #pragma unroll
         for (int n = 0; n < OWN_STEPS * 2; n++) {
-          const uint4 k = key_fragment(keys, K_BLOCKS, share * OWN_STEPS + (n >> 1), b, n & 1, lane);
+          const uint4 k = key_fragment(keys, K_BLOCKS, scorer * OWN_STEPS + (n >> 1), b, n & 1, lane);
 #pragma unroll
           for (int m = 0; m < QUERY_TILES; m++) {
             mma_f16(score[m][n], x[m].x, x[m].y, x[m].z, x[m].w, k.x, k.y);
@@ -227,7 +230,7 @@ attend_prefill(const u16* q, const u8* pool, long long slot_bytes, const int* sl
         float(&s)[OWN_STEPS * 2][4] = score[i / 2];
         const int c = i % 2 * 2;                                   // this pair's two columns, in all of s
         if (cut) {
-          const int unseen = position + row[i] + 1 - key - share * OWN_STEPS * 16 - t * 4;
+          const int unseen = position + row[i] + 1 - key - scorer * OWN_STEPS * 16 - t * 4;
 #pragma unroll
           for (int n = 0; n < OWN_STEPS * 2; n++) {
             const int token = (n >> 1) * 16 + (n & 1);
@@ -240,12 +243,12 @@ attend_prefill(const u16* q, const u8* pool, long long slot_bytes, const int* sl
         for (int n = 0; n < OWN_STEPS * 2; n++) top[i] = fmaxf(top[i], fmaxf(s[n][c], s[n][c + 1]));
         top[i] = fmaxf(top[i], __shfl_xor_sync(~0u, top[i], 1));
         top[i] = fmaxf(top[i], __shfl_xor_sync(~0u, top[i], 2));
-        if (SHARERS > 1 && t == 0) maxima[share * GROUP_PAIRS + i * 8 + g] = top[i];
+        if (SCORERS > 1 && t == 0) maxima[share * GROUP_PAIRS + i * 8 + g] = top[i];
       }
-      if (SHARERS > 1) barrier_of(1 + group, SHARERS * 32);
+      if (SCORERS > 1) barrier_of(1 + group, SHARERS * 32);
 #pragma unroll
       for (int i = 0; i < QUERY_TILES * 2; i++) {
-        if (SHARERS > 1) top[i] = fmaxf(top[i], maxima[(share ^ 1) * GROUP_PAIRS + i * 8 + g]);
+        if (SCORERS > 1) top[i] = fmaxf(top[i], maxima[(share ^ 1) * GROUP_PAIRS + i * 8 + g]);
         fade[i] = ex2(most[i] - top[i]);
         most[i] = top[i];
         const float shift = PARTIAL_WEIGHT_LOG2 - top[i];
@@ -257,7 +260,7 @@ attend_prefill(const u16* q, const u8* pool, long long slot_bytes, const int* sl
           weights[i / 2][n][i % 2 + 2] = f2h2(ex2(even[c + 1] + shift), ex2(odd[c + 1] + shift));
         }
       }
-      if (SHARERS > 1) {
+      if (SCORERS > 1) {
 #pragma unroll
         for (int m = 0; m < QUERY_TILES; m++)
 #pragma unroll
@@ -294,7 +297,7 @@ attend_prefill(const u16* q, const u8* pool, long long slot_bytes, const int* sl
 #pragma unroll
         for (int m = 0; m < QUERY_TILES; m++) {
           const u32(&own)[4] = weights[m][s % OWN_STEPS];
-          w[m] = SHARERS > 1 ? shared_weights[(m * STEPS + s) * 32 + lane] : uint4{own[0], own[1], own[2], own[3]};
+          w[m] = SCORERS > 1 ? shared_weights[(m * STEPS + s) * 32 + lane] : uint4{own[0], own[1], own[2], own[3]};
           mma_f16(sum[m], w[m].x, w[m].y, w[m].z, w[m].w, ONES, ONES);
         }
 #pragma unroll

@@ -24,7 +24,7 @@
 constexpr int HEADS = REP * KV_HEADS;
 constexpr int COLUMNS = ROWS * REP;
 constexpr int SEGMENT_GROUPS = 16;
-constexpr int SEGMENT_LANES = 16;
+constexpr int SEGMENT_LANES = V_DIM > 256 ? 8 : 16;      // a block has 1024 threads at most
 constexpr int QUADS = V_DIM / 4;
 constexpr int THREADS = SEGMENT_LANES * QUADS;
 constexpr int AHEAD = 5;                                 // group partials in flight per thread

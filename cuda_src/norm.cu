@@ -5,6 +5,7 @@
 //   add_normed  x[t][i] += v[i] / sqrt(mean(v^2) + eps) * norm[i], v = parts[0][t] + parts[1][t] + ..., in that order;
 //               block and sums as in rms_norm. v takes the place of parts[0][t]
 //   softcap     x[t][i] = cap * tanh(x[t][i] / cap)
+//   scale_rows  x[t][i] = x[t][i] * factor
 //   take_kept   out[i] = rows[step[STEP_KEPT]][i]; out may be the first row
 #include "common/ptx.cuh"
 #include "common/tables.cuh"
@@ -65,6 +66,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) softcap(float* x, int stri
   const int i = blockIdx.x * THREADS + threadIdx.x;
   float* at = x + (size_t)blockIdx.y * stride + i;
   if (i < n) *at = cap * tanhf(ldcg(at) / cap);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) scale_rows(float* x, int stride, int n, float factor) {
+  pdl_trigger();
+  pdl_wait();
+  const int i = blockIdx.x * THREADS + threadIdx.x;
+  float* at = x + (size_t)blockIdx.y * stride + i;
+  if (i < n) *at = ldcg(at) * factor;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)

@@ -3,13 +3,14 @@
 //   y  float32 [T] rows of y_stride:   H x (query [DK], gate [DK] if gated) | G x key [DK] | G x value [DV]
 //   query   RMS norm, rotary embedding, Hadamard rotation, times q_scale, f16
 //   key     RMS norm, rotary embedding, Hadamard rotation, as K_TYPE into its page
-//   value   Hadamard rotation, as V_TYPE into its page
+//   value   RMS norm without weights if V_NORM, Hadamard rotation, as V_TYPE into its page
 //
 //   q  DECODE 1: f16 [G][NC][DK], NC = T * R rounded up to 8, R = H / G; query head r of a KV head in row t is column
 //                t * R + r; the columns beyond are zero. For FRAGMENTS pages, dims are in the order of the key bytes.
 //      DECODE 0: f16 [T][H][DK]
 //
-// One warp does one head of one row: queries, then keys, then values.   grid (H + 2 G heads / WARPS, T), block 32 WARPS
+// One warp does one head of one row: queries, then keys, then values.   grid (H + 2 G heads / WARPS, T), block 32 WARPS;
+// without STORES H + G: the last G clear columns
 // A lane has 8 consecutive values of the head (16 of a head above 256), so that a block of 32 is a few neighbouring
 // lanes, a pair of the rotary embedding is in one lane or a fixed number of lanes apart, and every load has 16 bytes.
 // A row's bits depend on that row and its position alone.
@@ -19,6 +20,8 @@
 //   DK, DV                   head dims, multiples of 8 up to 512
 //   K_ROTATION, V_ROTATION   Hadamard blocks, 0 for none
 //   N_ROT, INTERLEAVED       values of a head that the rotary embedding turns; pairs (2i, 2i + 1) or (i, i + N_ROT / 2)
+//   V_NORM                   1: values are normed
+//   STORES                   0: y has queries alone, and no page changes
 //   FRAGMENTS                1: byte order of fragments.cuh, 0: rows
 //   DECODE                   form of q
 #include "common/fragments.cuh"
@@ -45,14 +48,20 @@ DEVICE void load_head(const float* head, float (&v)[N]) {
   }
 }
 
-// v = v / rms(v) * weight
-DEVICE void rms_norm(float (&v)[NK], const float (&weight)[NK], float eps) {
+// 1 / rms(v) of a head of D
+template <int D, int N>
+DEVICE float inverse_rms(const float (&v)[N], float eps) {
   float sum = 0.f;
 #pragma unroll
-  for (int i = 0; i < NK; i++) sum = fmaf(v[i], v[i], sum);
+  for (int i = 0; i < N; i++) sum = fmaf(v[i], v[i], sum);
 #pragma unroll
   for (int step = 16; step; step >>= 1) sum += __shfl_xor_sync(~0u, sum, step);
-  const float r = rsqrtf(sum / DK + eps);
+  return rsqrtf(sum / D + eps);
+}
+
+// v = v / rms(v) * weight
+DEVICE void rms_norm(float (&v)[NK], const float (&weight)[NK], float eps) {
+  const float r = inverse_rms<DK>(v, eps);
 #pragma unroll
   for (int i = 0; i < NK; i++) v[i] *= r * weight[i];
 }
@@ -215,8 +224,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) write_kv(
 {
   const int rows = gridDim.y, t = blockIdx.y;
   const int unit = blockIdx.x * WARPS + __shfl_sync(~0u, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
-  const bool is_query = unit < heads, is_key = !is_query && unit < heads + kv_heads;
-  const int head = is_query ? unit : is_key ? unit - heads : unit - heads - kv_heads;   // its own kind's number
+  const int keys = STORES ? kv_heads : 0;
+  const bool is_query = unit < heads, is_key = !is_query && unit < heads + keys;
+  const int head = is_query ? unit : is_key ? unit - heads : unit - heads - keys;   // its own kind's number
   const int position = step[STEP_POSITION] + t, page = position / page_tokens, token = position - page * page_tokens;
   const float* const weights = is_query ? q_norm : is_key ? k_norm : nullptr;
   float weight[NK];
@@ -225,7 +235,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) write_kv(
   u8* const at = is_query ? nullptr : pool + slots[page] * page_stride + head * (long long)(k_part + v_part);
   pdl_trigger();
   pdl_wait();
-  if (unit >= heads + 2 * kv_heads) return;
+  if (unit >= heads + keys + kv_heads) return;
 
   const float* const row = y + (long long)t * y_stride;
   const int group = heads / kv_heads;   // query heads of a KV head
@@ -250,11 +260,18 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) write_kv(
       store_row<K_TYPE, DK>(at + token * kv_row_bytes(K_TYPE, DK), v);
     }
   } else {
-    float v[NV];
-    load_head<DV>(row + heads * q_step + kv_heads * DK + head * DV, v);
-    rotate<V_ROTATION>(v);
-    if constexpr (FRAGMENTS) store_fragment_value(at, token, v);
-    else store_row<V_TYPE, DV>(at + k_part + token * kv_row_bytes(V_TYPE, DV), v);
+    if constexpr (STORES) {
+      float v[NV];
+      load_head<DV>(row + heads * q_step + kv_heads * DK + head * DV, v);
+      if constexpr (V_NORM) {
+        const float r = inverse_rms<DV>(v, eps);
+#pragma unroll
+        for (int i = 0; i < NV; i++) v[i] *= r;
+      }
+      rotate<V_ROTATION>(v);
+      if constexpr (FRAGMENTS) store_fragment_value(at, token, v);
+      else store_row<V_TYPE, DV>(at + k_part + token * kv_row_bytes(V_TYPE, DV), v);
+    }
     if (DECODE && t == 0) {   // the value's warp has the least to do: it clears the columns that no row has
       uint4* const spare = (uint4*)(q + (long long)(head * columns + rows * group) * DK);
       for (int i = lane; i < (columns - rows * group) * (DK / 8); i += 32) spare[i] = make_uint4(0, 0, 0, 0);

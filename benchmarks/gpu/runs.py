@@ -25,7 +25,7 @@ from kvs_core.engine.speculation import make_speculation
 from kvs_core.formats.gguf import GgufFile
 from kvs_core.formats.tokenizer import Tokenizer
 from kvs_core.memory.phases import Phase
-from kvs_core.models.blocks import Attention
+from kvs_core.models.blocks import Attention, attention_buffer
 from kvs_core.sampling.chain import Sampler
 from kvs_core.sampling.params import SamplingParams
 from kvs_core.settings.drafters import SpeculativeSettings
@@ -240,7 +240,10 @@ def matmuls_ms(engine: Engine, rows: int) -> tuple[float, float]:
     for layer in engine._model._layers:
         mixer, forward = layer.mixer, layer.feed_forward
         attention = isinstance(mixer, Attention)
-        joint, y, mixed = (mixer.qkv, "qkv", "attended") if attention else (mixer.joint, "joint", "mixed")
+        joint, y, mixed = (
+            (mixer.qkv, *(attention_buffer(mixer.layer, name) for name in ("qkv", "attended")))
+            if attention else (mixer.joint, "joint", "mixed")
+        )
         work.append((mixer.norm, joint, workspace.rows(y, rows), workspace.rows(mixed, rows), mixer.out, forward))
         for weight in (joint, mixer.out, forward.gate_up, forward.down):
             operations += 2.0 * rows * weight.n_in * weight.n_out
@@ -249,7 +252,7 @@ def matmuls_ms(engine: Engine, rows: int) -> tuple[float, float]:
         for norm, joint, y, mixed, out, forward in work:
             ops.project(x, norm, joint, y, eps=eps, phase=Phase.PREFILL)
             ops.add_projected(mixed, out, x, phase=Phase.PREFILL)
-            rows_of = workspace.rows("ffn", rows)
+            rows_of = workspace.rows(f"ffn {forward.down.n_in}", rows)
             ops.project_gated(x, forward.norm, forward.gate_up, rows_of, eps=eps, phase=Phase.PREFILL)
             ops.add_projected(rows_of, forward.down, x, phase=Phase.PREFILL)
 
@@ -264,8 +267,10 @@ def attention_ms(engine: Engine, rows: int) -> tuple[float, float]:
     ids = tokens_of(engine, rows, 1)
     with engine.step(ids, Phase.DECODE) as step:
         kv, workspace = step._kv, engine._handover.layout.workspace
-        layers = [(layer.mixer.params, kv.plan(layer.mixer.layer.kv_index)) for layer in engine._model._layers
-                  if isinstance(layer.mixer, Attention)]
+        mixers = [layer.mixer for layer in engine._model._layers if isinstance(layer.mixer, Attention)]
+        layers = [(mixer.params, kv.plan(mixer.layer.kv_index)) for mixer in mixers]
+        qkv, q, attended = (attention_buffer(mixers[0].layer, name) for name in ("qkv", "q", "attended"))
+        pool = engine._handover.layout.pool
         scratch = cut(kv.scratch.groups, rows, layers[0][0].heads, engine.geometry.v_dim + 2)
         segments = cut(kv.scratch.segments, rows, layers[0][0].heads, engine.geometry.v_dim + 2)
         turn = iter(range(1 << 30))
@@ -274,14 +279,14 @@ def attention_ms(engine: Engine, rows: int) -> tuple[float, float]:
             params, planned = layers[next(turn) % len(layers)]
             for call in range(len(planned.plan.calls)):
                 device.ops.attend_decode(
-                    workspace["q"], params, kv.pool, engine.geometry, planned.loaded, call, scratch
+                    workspace[q], params, pool, engine.geometry, planned.loaded, call, scratch
                 )
 
         def merge() -> None:
             params, planned = layers[next(turn) % len(layers)]
             device.ops.finish_decode(
-                workspace.rows("qkv", rows), params, engine.geometry, planned.loaded, scratch, segments,
-                workspace.rows("attended", rows),
+                workspace.rows(qkv, rows), params, engine.geometry, planned.loaded, scratch, segments,
+                workspace.rows(attended, rows),
             )
 
         return milliseconds(read, stream, 32), milliseconds(merge, stream, 32)

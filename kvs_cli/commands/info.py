@@ -17,7 +17,6 @@ from kvs_core.engine.split import Splits
 from kvs_core.memory.phases import Phase
 from kvs_core.models.recurrent import state_bytes
 from kvs_core.models.spec import ExpertSpec, LayerSpec, ModelSpec
-from kvs_core.paging.geometry import PageGeometry
 from kvs_core.paging.residency import Observation, ResidencyState, residency_step
 from kvs_core.paging.weight_ring import ALL_STAY, WeightSplit
 from kvs_core.sampling.params import METADATA_PARAMS, SamplingParams
@@ -64,9 +63,10 @@ def _facts(model: OpenModel, settings: EngineSettings, budget: Budget, split: We
             "type_k": settings.kv.type_k,
             "type_v": settings.kv.type_v,
             "layers": len(model.spec.kv_layers),
-            "token_bytes": budget.geometry.token_bytes * len(model.spec.kv_layers),
+            "token_bytes": sum(budget.pages.token_bytes(model.spec.kv_layers)),
             "page_tokens": budget.geometry.page_tokens,
             "page_bytes": budget.geometry.page_bytes,
+            "sliding_page_bytes": None if budget.pages.sliding is None else budget.pages.sliding.page_bytes,
             "state_bytes": state_bytes(model.spec),
         },
         "weights": {
@@ -167,6 +167,7 @@ def _plan(budget: Budget, kv: KvSettings, spec: ModelSpec) -> Section:
         pages, writable_page=(context.context_tokens - 1) // geometry.page_tokens, pool_slots=memory.slots(Phase.DECODE)
     )
     full = residency_step(config, ResidencyState(cuts=(0,) * layers), seen)
+    streamed = sum(full.cuts[layer.kv_index] for layer in spec.layers if layer.kv_index is not None)
     return {
         "context_tokens": context.context_tokens,
         "batch_tokens": context.batch_tokens,
@@ -180,29 +181,32 @@ def _plan(budget: Budget, kv: KvSettings, spec: ModelSpec) -> Section:
             phase.value: {
                 "workspace_bytes": budget.buffers[phase].size_bytes,
                 "pool_slots": memory.slots(phase),
+                "sliding_pool_slots": budget.need.sliding_slots,
             }
             for phase in Phase
         },
         "pages": pages * layers,
-        "history_bytes": pages * layers * geometry.page_bytes,
-        "streamed_pages_per_step": sum(full.cuts),
-        "streamed_bytes_per_step": sum(full.cuts) * geometry.page_bytes,
+        "history_bytes": pages * sum(budget.pages.page_bytes(spec.kv_layers)),
+        "streamed_pages_per_step": streamed,
+        "streamed_bytes_per_step": streamed * geometry.page_bytes,
         "ring_slots": full.ring_slots,
-        "layers": [_planned(layer, geometry, pages, full) for layer in spec.layers],
+        "layers": [_planned(layer, spec, budget, pages, full) for layer in spec.layers],
     }
 
 
-def _planned(layer: LayerSpec, geometry: PageGeometry, pages: int, state: ResidencyState) -> Section:
+def _planned(layer: LayerSpec, spec: ModelSpec, budget: Budget, pages: int, state: ResidencyState) -> Section:
     """What a layer keeps at the context's end, and where: of its ``pages``, those before its cut stream, and those that
     a sliding window has passed are in host memory alone."""
-    planned = {"index": layer.index, "kind": layer.kind.value, "window": layer.window or None}
-    if layer.kv_index is None:
+    planned = {"index": layer.index, "kind": layer.kind.value, "window": layer.window or None, "reads_layer": None}
+    if layer.shares and layer.kv_index is not None:
+        planned["reads_layer"] = spec.kv_layers[layer.kv_index].index
+    if layer.kv_index is None or layer.shares:
         return {**planned, "kv_token_bytes": 0, "resident_pages": 0, "streamed_pages": 0}
     streamed = state.cuts[layer.kv_index]
     passed = state.first_pages[layer.kv_index] if state.first_pages else 0
     return {
-        **planned, "kv_token_bytes": geometry.token_bytes, "resident_pages": pages - streamed - passed,
-        "streamed_pages": streamed,
+        **planned, "kv_token_bytes": budget.pages.geometry(layer).token_bytes,
+        "resident_pages": pages - streamed - passed, "streamed_pages": streamed,
     }
 
 
@@ -237,7 +241,7 @@ def _sections(facts: Mapping[str, Any]) -> dict[str, dict[str, str]]:
         "KV cache": {
             "types": f"K {kv['type_k']}, V {kv['type_v']}",
             "per token": f"{kv['token_bytes']:,} bytes in {kv['layers']} layers",
-            "page": f"{kv['page_tokens']} tokens of one layer, {kv['page_bytes']:,} bytes",
+            "page": f"{kv['page_tokens']} tokens of one layer, {_page_sizes(kv)}",
             "recurrent state": _mib(kv["state_bytes"]) if kv["state_bytes"] else "none",
         },
         "Memory plan": {
@@ -245,7 +249,7 @@ def _sections(facts: Mapping[str, Any]) -> dict[str, dict[str, str]]:
             "arena": f"{_mib(plan['arena_bytes'])}{chosen}; least {plan['least_arena_mib']} MiB, "
                      f"{full_arena(plan['mode'])} from {plan['full_arena_mib']} MiB",
             **{
-                name: f"workspace {_mib(phase['workspace_bytes'])}, room for {phase['pool_slots']} pages"
+                name: f"workspace {_mib(phase['workspace_bytes'])}, room for {_room(phase)}"
                 for name, phase in phases.items()
             },
             **_streamed_weights(facts["weights"]),
@@ -268,12 +272,24 @@ def _streamed_weights(weights: Section) -> dict[str, str]:
     }
 
 
+def _page_sizes(kv: Section) -> str:
+    sliding = kv["sliding_page_bytes"]
+    shared = f"{kv['page_bytes']:,} bytes"
+    return f"{shared}, or {sliding:,} bytes where it sees a window" if sliding else shared
+
+
+def _room(phase: Section) -> str:
+    sliding = phase["sliding_pool_slots"]
+    return f"{phase['pool_slots']} pages" + (f" and {sliding} of layers that see a window" if sliding else "")
+
+
 def _width(model: Section) -> str:
     experts = model["experts"]
     if experts is None:
         return f"feed-forward {model['n_ff']}"
     shared = f" and one of {experts['n_shared']} for all" if experts["n_shared"] else ""
-    return f"{experts['used']} of {experts['count']} experts of {experts['n_ff']}{shared}"
+    dense = f" beside a feed-forward of {model['n_ff']}" if model["n_ff"] else ""
+    return f"{experts['used']} of {experts['count']} experts of {experts['n_ff']}{shared}{dense}"
 
 
 def _layer_lines(groups: list[Section]) -> dict[str, str]:
@@ -293,14 +309,22 @@ def _planned_lines(layers: list[Section]) -> dict[str, str]:
     """Layers that are alike, together, in the order of the first ones."""
     alike: dict[tuple[Any, ...], list[int]] = {}
     for layer in layers:
-        facts = _kind(layer), layer["kv_token_bytes"], layer["resident_pages"], layer["streamed_pages"]
+        facts = (
+            _kind(layer), layer["kv_token_bytes"], layer["resident_pages"], layer["streamed_pages"],
+            layer["reads_layer"],
+        )
         alike.setdefault(facts, []).append(layer["index"])
     return {
         _numbers(indices): f"{kind}, {token_bytes:,} bytes of KV per token; {resident} pages resident, "
                            f"{streamed} streamed"
-        if token_bytes else f"{kind}, a state of fixed size and no KV"
-        for (kind, token_bytes, resident, streamed), indices in alike.items()
+        if token_bytes else f"{kind}, {_of_others(read)}"
+        for (kind, token_bytes, resident, streamed, read), indices in alike.items()
     }
+
+
+def _of_others(layer: int | None) -> str:
+    """What a layer without KV of its own has."""
+    return "a state of fixed size and no KV" if layer is None else f"reads the KV of layer {layer}"
 
 
 def _kind(layer: Section) -> str:

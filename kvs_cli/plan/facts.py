@@ -47,11 +47,13 @@ def facts(plan: Plan) -> Section:
             "full_arena_mib": mib_ceil(arena_for(memory, budget.need.all_slots)),
             "workspace_bytes": {phase.value: budget.buffers[phase].size_bytes for phase in Phase},
             "pool_pages": memory.slots(Phase.DECODE),
+            "sliding_pool_pages": budget.need.sliding_slots,
             "history_bytes": plan.history_bytes,
         },
         "kv": {
             "type_k": kv.type_k, "type_v": kv.type_v, "layers": setup.kv_layers, "mode": budget.mode.value,
             "page_tokens": budget.geometry.page_tokens, "page_bytes": budget.geometry.page_bytes,
+            "sliding_page_bytes": None if budget.pages.sliding is None else budget.pages.sliding.page_bytes,
         },
         "weights_h2d_bytes": setup.split.pass_bytes,   # per step
         "context_tokens": budget.context.context_tokens,

@@ -71,7 +71,7 @@ def make_plan(model: OpenModel, settings: EngineSettings, device: Device, *, mea
     free_bytes = device.free_bytes()
     ram_bytes = free_bytes if device.is_host else available_ram_bytes()
     setup = _setup(model, settings, settings.kv, device, free_bytes)
-    device.capabilities.check(setup.budget.geometry)
+    _check_kernels(setup, model, device)
     _check_fits(setup, device, free_bytes, ram_bytes)
     if measure:
         forget_rates(device)
@@ -100,7 +100,8 @@ def _setup(
     )
     held = held_on_host(free_bytes, split.passing) if device.is_host else held_on_cuda
     weights = held_weights(
-        model.file, model.spec, held, nextn=drafting.nextn, table=device.is_host, passing=split.passing
+        model.file, model.spec, held, nextn=drafting.nextn, table=device.is_host, passing=split.passing,
+        twice=not device.is_host,
     )
     loaded = weights.size_bytes + drafting.table_bytes(model.spec)
     budget = plan_budget(
@@ -108,6 +109,12 @@ def _setup(
         device=BudgetDevice.of(device), drafting=drafting, ring_bytes=split.ring.size_bytes,
     )
     return Setup.of(model.spec, budget, kv, weights, drafting, split)
+
+
+def _check_kernels(setup: Setup, model: OpenModel, device: Device) -> None:
+    """``CapabilityError`` for what the device has no code for."""
+    for geometry in setup.budget.pages.each:
+        device.capabilities.check(geometry, model.spec.parts)
 
 
 def _needed_bytes(setup: Setup) -> int:
@@ -142,7 +149,7 @@ def _check_fits(setup: Setup, device: Device, free_bytes: int, ram_bytes: int) -
 
 def _history_bytes(setup: Setup) -> int:
     budget = setup.budget
-    return budget.geometry.pages_of(budget.context.context_tokens) * setup.kv_layers * budget.geometry.page_bytes
+    return budget.geometry.pages_of(budget.context.context_tokens) * sum(setup.page_bytes)
 
 
 def _alternatives(
@@ -163,7 +170,7 @@ def _alternatives(
     for name, kv in changes:
         try:
             other = _setup(model, settings, kv, device, free_bytes)
-            device.capabilities.check(other.budget.geometry)
+            _check_kernels(other, model, device)
             _check_fits(other, device, free_bytes, ram_bytes)
             yield Alternative(name, kv, forecast(other, find_rates(device, kv).rates, end.tokens, rounds))
         except BudgetError:

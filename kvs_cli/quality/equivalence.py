@@ -250,8 +250,9 @@ def _others(bench: Bench, plan: Plan) -> tuple[list[str], dict[str, str]]:
 
 def _pools(engine: Engine, tokens: int) -> list[int]:
     """Pools in bytes between the least that runs this context and the one that holds so many tokens."""
-    least = pool_need(engine.geometry, engine.spec.kv_layers, engine.context, ResidencyMode.ADAPTIVE).least_slots
-    every = max(least, engine.kv_layers * engine.geometry.pages_of(tokens))
+    least = pool_need(engine.shapes, engine.spec.kv_layers, engine.context, ResidencyMode.ADAPTIVE).least_slots
+    pooled = sum(engine.shapes.geometry(layer) == engine.geometry for layer in engine.drafting.kv_layers(engine.spec))
+    every = max(least, pooled * engine.geometry.pages_of(tokens))
     slots = [least + (every - least) * part // _POOLS for part in range(_POOLS)]
     return [count * engine.geometry.page_bytes for count in dict.fromkeys(slots)]
 

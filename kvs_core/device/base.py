@@ -13,7 +13,7 @@ Absent here: which page is where (paging), when to move it (streaming), what a l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
@@ -80,6 +80,13 @@ class Stream(Protocol):
         ...
 
 
+class Part(Enum):
+    """What few models are made of: see the ops that compute it."""
+
+    PER_LAYER = "embeddings of a token per layer"                      # ``add_per_layer``
+    DENSE_BESIDE = "experts with a dense feed-forward beside them"     # ``add_mixture``
+
+
 @dataclass(frozen=True, slots=True)
 class Capabilities:
     """What really works on a device. Asked at load, so that nothing is refused in the middle of a prompt."""
@@ -88,9 +95,13 @@ class Capabilities:
     kv_pairs: frozenset[tuple[KvType, KvType]]
     head_dims: frozenset[int] | None   # None: any
     max_decode_rows: int
+    parts: frozenset[Part] = frozenset()
 
-    def check(self, geometry: PageGeometry) -> None:
-        """Raise ``CapabilityError`` unless pages of this geometry can be written and attended."""
+    def check(self, geometry: PageGeometry, parts: Collection[Part] = ()) -> None:
+        """Raise ``CapabilityError`` unless pages of this geometry can be written and attended, and these parts done."""
+        for part in parts:
+            if part not in self.parts:
+                raise CapabilityError(f"{part.value} have no kernels on {self.device}; use --device cpu")
         if (geometry.k_type, geometry.v_type) not in self.kv_pairs:
             raise CapabilityError(
                 f"K {geometry.k_type.label} with V {geometry.v_type.label} has no attention kernel on {self.device}; "
@@ -137,6 +148,8 @@ class AttentionParams:
         y   H x (query [Dk], gate [Dk] if gated) | G x key [Dk] | G x value [Dv]
 
     q_norm, k_norm  [Dk] RMSNorm per head before the rotary embedding, or None
+    v_norm          an RMSNorm without weights of each head's value
+    shares          y has queries alone: the layer reads what another one has stored
     rope            what ``Device.load_rope`` returned
     scale           factor on the query
     gated           sigmoid(gate) multiplies the head's output (then Dk = Dv)
@@ -155,6 +168,8 @@ class AttentionParams:
     q_norm: Buffer | None = None
     k_norm: Buffer | None = None
     window: int = 0
+    v_norm: bool = False
+    shares: bool = False
 
     def __post_init__(self) -> None:
         assert 0 <= self.window < 1 << 31, f"a window of {self.window} keys"
@@ -167,7 +182,7 @@ class AttentionParams:
     @property
     def columns(self) -> int:
         """Columns of y."""
-        return self.q_columns + self.kv_heads * (self.k_dim + self.v_dim)
+        return self.q_columns + (0 if self.shares else self.kv_heads * (self.k_dim + self.v_dim))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -280,6 +295,44 @@ class ExpertWeights:
         assert (self.shared_gate is None) == (self.shared_gate_up is None) == (self.shared_down is None)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class MixtureWeights:
+    """A dense feed-forward part and experts beside it, each between two norms: see ``Ops.add_mixture``.
+
+    norm, gate_up, down, dense_norm  of the dense one: [E], [2 F, E], [E, F], [E]
+    experts_norm, experts, sum_norm  of the experts, none of which is shared
+    router_scale                     [E] of the router's input
+    expert_scales                    float32 [experts] on the host, of what each gives
+    post_norm                        [E] of the sum of both
+    """
+
+    norm: Buffer
+    gate_up: Weight
+    down: Weight
+    dense_norm: Buffer
+    experts_norm: Buffer
+    experts: ExpertWeights
+    sum_norm: Buffer
+    router_scale: Buffer
+    expert_scales: np.ndarray
+    post_norm: Buffer
+
+    def __post_init__(self) -> None:
+        assert self.experts.shared_gate is None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PerLayerWeights:
+    """What makes a token's inputs to every layer, P values for each of L: see ``Ops.per_layer_inputs``.
+
+    table  of L P values per token, for ``Ops.embed``; project [L P, E]; norm [P]
+    """
+
+    table: Weight
+    project: Weight
+    norm: Buffer
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertSizes:
     """``count`` experts with n_ff values within, of which a row takes ``used``; n_shared: of the one for all, or 0."""
@@ -302,6 +355,7 @@ class StepSizes:
     heads, kv_heads, k_dim  of the attention layers; 0 without
     gdn         of the recurrent layers; None without
     post_norms  whether there is an ``add_normed``
+    per_layer_columns  of ``per_layer_inputs``; 0 without
     experts     of a mixture of experts, else None
     """
 
@@ -315,6 +369,7 @@ class StepSizes:
     k_dim: int
     gdn: GdnShape | None = None
     post_norms: bool = False
+    per_layer_columns: int = 0
     experts: ExpertSizes | None = None
 
 
@@ -429,6 +484,35 @@ class Ops(Protocol):
         """
         ...
 
+    def add_mixture(self, x: Buffer, weights: MixtureWeights, *, eps: float, phase: Phase) -> None:
+        """x += rms(rms(f(rms(x) * norm)) * dense_norm + rms(m(rms(x) * experts_norm)) * sum_norm) * post_norm
+
+        f is the dense part; m sums, as in ``add_experts``, what a row's experts make of it, each times its scale. They
+        are chosen by rms(x) / sqrt(E) * router_scale. All gates have the experts' activation.   x [T, E]
+        Source: ggml's gemma4.
+        """
+        ...
+
+    def per_layer_inputs(self, x: Buffer, weights: PerLayerWeights, out: Buffer, *, eps: float, phase: Phase) -> None:
+        """out[t, i] = (sqrt(P) table[token t, i] + rms((x @ project.T)[t, i] / sqrt(E)) * norm) / sqrt(2) per layer i.
+
+        Directly behind ``embed``.   x [T, E]; out [T, L P]   Source: ggml's gemma4.
+        """
+        ...
+
+    def add_per_layer(
+        self, x: Buffer, inputs: Buffer, gate: Weight, project: Weight, norm: Buffer, *, eps: float, phase: Phase
+    ) -> None:
+        """x += rms((gelu(x @ gate.T) * inputs) @ project.T) * norm
+
+        x [T, E]; inputs [T, P], strided: a layer's part of ``per_layer_inputs``; gate [P, E]; project [E, P]; norm [E]
+        """
+        ...
+
+    def scale(self, x: Buffer, factor: float) -> None:
+        """x *= factor, in the same form in both phases.   x [T, E], the residual rows"""
+        ...
+
     def load_plan(self, layer: int, rows: int, plan: LayerPlan) -> Any:
         """Make the pages of an attention layer known; what is returned stands for the plan in the ops below.
 
@@ -444,7 +528,8 @@ class Ops(Protocol):
     ) -> None:
         """Turn projected rows into queries and store their keys and values in the plan's pages.
 
-        Norms, rotary embedding, scale (queries) and, where the geometry says so, Hadamard rotation.
+        Norms, rotary embedding, scale (queries) and, where the geometry says so, Hadamard rotation. Where the layer
+        shares another's, there are queries alone and nothing is stored.
         y [T, params.columns]; q [T rounded up to 8, H, Dk] float32, or as many bytes in the device's own form;
         pool [slots, page_bytes] uint8
         """
@@ -659,10 +744,10 @@ class Outline(ModelDevice, Protocol):
     """Takes a model without reading or holding its weights."""
 
     def begin_ops(
-        self, geometry: PageGeometry, attention: Sequence[AttentionParams], recurrent: Sequence[GdnShape],
-        activation: Activation,
+        self, geometries: Sequence[PageGeometry], attention: Sequence[AttentionParams],
+        recurrent: Sequence[GdnShape], activation: Activation,
     ) -> None:
-        """Begin, in the background, what ``Device.prepare_ops`` will do for this model once it is loaded.
+        """Begin, in the background, what ``Device.prepare_ops`` will do for this model, told alike, once it is loaded.
 
         Errors are left for then.
         """
@@ -706,11 +791,12 @@ class Device(ModelDevice, Protocol):
         ...
 
     def prepare_ops(
-        self, geometry: PageGeometry, attention: Sequence[AttentionParams], recurrent: Sequence[GdnShape],
-        activation: Activation, progress: Progress | None = None,
+        self, geometries: Sequence[PageGeometry], attention: Sequence[AttentionParams],
+        recurrent: Sequence[GdnShape], activation: Activation, progress: Progress | None = None,
     ) -> None:
         """Make ready all that steps of the model that was loaded will use. Once, after its last tensor.
 
+        geometries  of the pages that each of ``attention`` reads
         Raises ``CapabilityError`` for what has no kernel. Progress is in kernels.
         """
         ...

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from kvs_core.device.base import Device, StepSizes
 from kvs_core.device.workspace import BufferSpec
+from kvs_core.engine.pages import Pages
 from kvs_core.engine.windows import Windows, plan_windows, sliding_pages
 from kvs_core.errors import BudgetError, CapabilityError, SettingsError
 from kvs_core.memory.arena import RegionRequest
@@ -15,17 +16,11 @@ from kvs_core.models.model import forward_buffers, logit_buffers, step_sizes
 from kvs_core.models.nextn import table_bytes
 from kvs_core.models.recurrent import MAX_ROWS, state_bytes
 from kvs_core.models.spec import LayerSpec, ModelSpec
-from kvs_core.paging.geometry import (
-    GROUP_PAGES,
-    SEGMENT_GROUPS,
-    KvType,
-    PageGeometry,
-    hadamard_block,
-)
+from kvs_core.paging.geometry import GROUP_PAGES, SEGMENT_GROUPS, PageGeometry
 from kvs_core.paging.residency import ResidencyConfig, ResidencyMode, least_pool_slots, most_sliding_pages
 from kvs_core.paging.spans import LEAST_SCRATCH_GROUPS
 from kvs_core.settings.rooms import ContextPlan, ContextSettings, KvSettings
-from kvs_core.streaming.handover import PhaseBuffers, attention_scratch
+from kvs_core.streaming.handover import SLIDING_POOL, PhaseBuffers, attention_scratch
 from kvs_core.units import MIB, ceil_div, mib_ceil
 
 DECODE_ROWS = MAX_ROWS
@@ -34,27 +29,6 @@ DECODE_ROWS = MAX_ROWS
 _RESIDENT_ADVICE = "use --kv-residency-mode adaptive, a smaller --ctx-size or a smaller KV type"
 
 _FREE_SHARE = 0.4   # of free memory that an arena chosen by kvs takes at most; the history needs as much again
-
-
-def page_geometry(layers: tuple[LayerSpec, ...], kv: KvSettings) -> PageGeometry:
-    """The pages of a model's attention layers. ``CapabilityError`` if they differ or the types do not fit."""
-    shapes = {(layer.kv_heads, layer.k_dim, layer.v_dim) for layer in layers}
-    if not shapes:
-        raise CapabilityError("the model has no attention layer, so it keeps no KV; use a model with attention layers")
-    if len(shapes) > 1:
-        raise CapabilityError(f"attention layers of {len(shapes)} different KV shapes do not share one pool of pages")
-    heads, k_dim, v_dim = shapes.pop()
-    k_type, v_type = KvType.parse(kv.type_k), KvType.parse(kv.type_v)
-    return PageGeometry(
-        page_tokens=kv.page_tokens,
-        kv_heads=heads,
-        k_dim=k_dim,
-        v_dim=v_dim,
-        k_type=k_type,
-        v_type=v_type,
-        k_rotation=hadamard_block(k_type, k_dim, is_key=True) if kv.rotation else 0,
-        v_rotation=hadamard_block(v_type, v_dim, is_key=False) if kv.rotation else 0,
-    )
 
 
 SCRATCH_GROUPS = 2 * LEAST_SCRATCH_GROUPS
@@ -107,6 +81,11 @@ class Drafting:
         """The layers with keys and values, the MTP block's last."""
         return (*spec.kv_layers, *(spec.nextn if self.nextn else ()))
 
+    def kv_reads(self, spec: ModelSpec) -> list[int]:
+        """Of each attention of a step, in order, the number among ``kv_layers`` of the layer whose pages it reads."""
+        layers = (*spec.layers, *(spec.nextn if self.nextn else ()))
+        return [layer.kv_index for layer in layers if layer.kv_index is not None]
+
     def table_bytes(self, spec: ModelSpec) -> int:
         """Device bytes that it keeps beside the weights and the arena, loaded with the former."""
         return table_bytes(spec.n_embd) if self.nextn else 0
@@ -133,7 +112,7 @@ def phase_buffers(
     ):
         held = min(SCRATCH_GROUPS, groups)
         scratch = attention_scratch(
-            phase, rows=rows, heads=heads, v_dim=geometry.v_dim,
+            phase, rows=rows, heads=heads, v_dim=spec.v_dim,
             groups=held, segments=ceil_div(groups, SEGMENT_GROUPS),
         )
         specs: list[BufferSpec] = [*forward_buffers(spec, rows, nextn=nextn), *logit_buffers(spec, logit_rows)]
@@ -146,33 +125,41 @@ def phase_buffers(
 
 @dataclass(frozen=True, slots=True)
 class PoolNeed:
-    """Slots of the KV pool: the fewest that run any context of this size, and those that hold all of it."""
+    """Slots of the KV pool: the fewest that run any context of this size, and those that hold all of it.
+
+    sliding_slots  of the pool of layers that slide, where they have one; always as many
+    """
 
     least_slots: int
     all_slots: int
+    sliding_slots: int = 0
 
 
 def pool_need(
-    geometry: PageGeometry, layers: Sequence[LayerSpec], context: ContextPlan, mode: ResidencyMode, head_pages: int = 0,
+    pages: Pages, layers: Sequence[LayerSpec], context: ContextPlan, mode: ResidencyMode, head_pages: int = 0,
     windows: Windows | None = None,
 ) -> PoolNeed:
     """What a context needs of the pool. With ``windows``, all that it can use is these and the largest ring.
 
     layers  those with KV
     """
+    geometry = pages.shared
     rows = max(context.ubatch_tokens, DECODE_ROWS)
     tokens, page_tokens = context.context_tokens, geometry.page_tokens
     sliding = [before for before in sliding_pages(layers, geometry) if before is not None]
     whole = len(layers) - len(sliding)
     every = whole * geometry.pages_of(tokens)
-    every += sum(most_sliding_pages(tokens, page_tokens, rows, before) for before in sliding)
+    of_sliding, apart = sum(most_sliding_pages(tokens, page_tokens, rows, before) for before in sliding), 0
+    if pages.sliding is not None:
+        sliding, of_sliding, apart = [], 0, of_sliding
+    every += of_sliding
     if mode is ResidencyMode.RESIDENT:
-        return PoolNeed(every, every)
+        return PoolNeed(every, every, apart)
     if windows is not None:
         least, most = (windows.resident_slots + ring for ring in (windows.least_ring, windows.ring_in(every)))
-        return PoolNeed(min(least, every), min(most, every))
+        return PoolNeed(min(least, every), min(most, every), apart)
     least = least_pool_slots(whole, tokens, page_tokens, rows, head_pages, sliding)
-    return PoolNeed(min(least, every), every)
+    return PoolNeed(min(least, every), every, apart)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,10 +171,15 @@ class Budget:
 
     context: ContextPlan
     residency: ResidencyConfig
-    geometry: PageGeometry
+    pages: Pages
     need: PoolNeed
     buffers: Mapping[Phase, PhaseBuffers]
     memory: MemoryPlan
+
+    @property
+    def geometry(self) -> PageGeometry:
+        """Of the pages that may stream."""
+        return self.pages.shared
 
     @property
     def mode(self) -> ResidencyMode:
@@ -213,15 +205,17 @@ def plan_budget(
     mode = ResidencyMode(kv.residency_mode)
     layers = drafting.kv_layers(spec)
     _check_auxiliary(kv, spec)
-    geometry = device.page_layout(page_geometry(layers, kv))
+    pages = Pages.of(layers, kv).laid_out(device.page_layout)
+    geometry = pages.shared
     windows = plan_windows(
         layers, len(spec.layers) + len(spec.nextn), kv, geometry, context_tokens=plan.context_tokens,
         step_rows=max(plan.ubatch_tokens, DECODE_ROWS), head_pages=drafting.head_pages,
+        apart=pages.sliding is not None,
     )
-    need = pool_need(geometry, layers, plan, mode, drafting.head_pages, windows)
+    need = pool_need(pages, layers, plan, mode, drafting.head_pages, windows)
     buffers = phase_buffers(spec, geometry, plan, device.scratch, drafting.nextn)
     memory = plan_memory(
-        geometry, need, buffers,
+        pages, need, buffers,
         arena_bytes=kv.arena_mib * MIB if isinstance(kv.arena_mib, int) else arena_bytes,
         pool_bytes=pool_bytes if kv.pool_mib is None else kv.pool_mib * MIB,
         room=_room(kv, free_bytes - state_bytes(spec), device.is_host),
@@ -234,11 +228,20 @@ def plan_budget(
     residency = ResidencyConfig(
         mode, len(layers), geometry.page_bytes,
         ring_slots=windows.ring_in(pool_slots - windows.resident_slots) if windows else kv.ring_slots,
-        run_pages=kv.run_pages, head_pages=drafting.head_pages, favoured=len(layers) - len(spec.kv_layers),
+        run_pages=kv.run_pages, head_pages=drafting.head_pages, favoured=_favoured(layers, spec),
+        sliding_slots=need.sliding_slots,
         window_pages=windows.pages if windows else (),
         sliding_pages=sliding_pages(layers, geometry) if any(layer.window for layer in layers) else (),
     )
-    return Budget(plan, residency, geometry, need, buffers, memory)
+    return Budget(plan, residency, pages, need, buffers, memory)
+
+
+def _favoured(layers: Sequence[LayerSpec], spec: ModelSpec) -> int:
+    """The last layers whose pages are read several times in a round: those of the MTP block, or the one that others
+    share."""
+    last = spec.kv_layers[-1:]
+    shared = any(layer.shares and layer.kv_index == last[0].kv_index for layer in spec.layers)
+    return len(layers) - len(spec.kv_layers) + int(shared)
 
 
 def _check_plain(spec: ModelSpec, context_tokens: int) -> None:
@@ -312,7 +315,7 @@ def _room(kv: KvSettings, free_bytes: int, is_host: bool) -> ArenaRoom | None:
 
 
 def plan_memory(
-    geometry: PageGeometry, need: PoolNeed, buffers: Mapping[Phase, PhaseBuffers], *,
+    pages: Pages, need: PoolNeed, buffers: Mapping[Phase, PhaseBuffers], *,
     arena_bytes: int | None, pool_bytes: int | None, room: ArenaRoom | None, advice: str = "", ring_bytes: int = 0,
 ) -> MemoryPlan:
     """The arena or the pool as asked for; else an arena for the whole context, cut to a fair part of free memory.
@@ -325,7 +328,13 @@ def plan_memory(
     prefill, decode = (
         PhaseRequest.of_bytes(phase, buffers[phase].size_bytes) for phase in (Phase.PREFILL, Phase.DECODE)
     )
-    persistent = (RegionRequest(WEIGHTS_RING, ring_bytes, persistent=True),) if ring_bytes else ()
+    geometry = pages.shared
+    persistent: tuple[RegionRequest, ...] = ()
+    if ring_bytes:
+        persistent = (RegionRequest(WEIGHTS_RING, ring_bytes, persistent=True),)
+    if pages.sliding is not None:
+        size = need.sliding_slots * pages.sliding.page_bytes
+        persistent += (RegionRequest(SLIDING_POOL, size, persistent=True),)
     if pool_bytes is not None:
         return MemoryPlan.pool_only(
             pool_bytes=pool_bytes, slot_bytes=geometry.page_bytes, min_slots=need.least_slots,

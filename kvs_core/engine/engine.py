@@ -54,7 +54,7 @@ class KvReport:
     mode: str
     arena_bytes: int
     page_tokens: int
-    page_bytes: int
+    page_bytes: int                # of those that stream
     stats: KvStats
     layer_numbers: Sequence[int]   # the model's numbers of the layers that ``stats`` counts
     h2d_bytes: int
@@ -123,31 +123,34 @@ class Engine:
             device=BudgetDevice.of(device), drafting=drafting, ring_bytes=self.split.ring.size_bytes,
         )
         first = plan(free_bytes=device.free_bytes())
-        device.capabilities.check(first.geometry)   # before the weights
+        for geometry in first.pages.each:   # before the weights
+            device.capabilities.check(geometry, spec.parts)
         load = partial(
             load_model, file, context_tokens=first.context.context_tokens, rope=rope, nextn=drafting.nextn,
             passing=self.split.passing,
         )
+        layers = drafting.kv_layers(spec)
+        reads = drafting.kv_reads(spec)
+        geometries = [first.pages.geometry(layers[layer]) for layer in reads]
         outline = device.outline()
         if outline is not None:
             seen = load(outline)
-            outline.begin_ops(first.geometry, seen.attention, seen.recurrent, spec.activation)
+            outline.begin_ops(geometries, seen.attention, seen.recurrent, spec.activation)
         self._model = load(device, progress=progress)
         device.prepare_ops(
-            plan(free_bytes=device.free_bytes()).geometry, self._model.attention, self._model.recurrent,
-            spec.activation, kernel_progress,
+            geometries, self._model.attention, self._model.recurrent, spec.activation, kernel_progress
         )
         budget = plan(free_bytes=device.free_bytes())   # an arena chosen here comes from what the weights left
-        self.context, self.geometry, self.need = budget.context, budget.geometry, budget.need
+        self.context, self.shapes, self.need = budget.context, budget.pages, budget.need
+        self.geometry = budget.geometry
         self.memory = budget.memory
         self._mode = budget.mode
         device.allocate_arena(self.memory.arena_bytes)
         pages = self.geometry.pages_of(self.context.context_tokens)
-        layers = drafting.kv_layers(spec)
-        device.reserve_steps(len(layers), pages, self.context.ubatch_tokens)
+        device.reserve_steps(len(reads), pages, self.context.ubatch_tokens)
         config = replace(budget.residency, link_bytes_per_s=device.link_bytes_per_s())
         self._kv = KvStream(
-            device, self.geometry, config, self.context.context_tokens,
+            device, self.geometry, config, self.context.context_tokens, sliding=budget.pages.sliding, reads=reads,
             other_bytes=sum(part.home.nbytes for part in self._model.parts),
         )
         self._state = RecurrentState(spec, device)
@@ -233,10 +236,11 @@ class Engine:
         self._captured.forget()
         self.rewind(0)
         count = self.geometry.pages_of(tokens)
-        shift = partial(self._device.ops.shift_rows, geometry=self.geometry, keep=keep, discard=discard, tokens=tokens)
+        shift = partial(self._device.ops.shift_rows, keep=keep, discard=discard, tokens=tokens)
         pages = [[self._kv.room_for(layer, page) for page in range(count)] for layer in range(self._kv.layers)]
+        own = [params for params in self._model.attention if not params.shares]   # in the order of the cache's layers
         with ThreadPoolExecutor(os.cpu_count(), "kvs-shift") as threads:
-            list(threads.map(shift, pages, self._model.attention))
+            list(threads.map(shift, pages, own, self._kv.geometries))
         self._kv.restore(tokens - discard)
         self._be_at(Checkpoint(StateSnapshot(tokens - discard, {}), None))
 
@@ -305,6 +309,11 @@ class Engine:
             self._kv.room_for(layer, page)[:] = np.frombuffer(data, np.uint8)
         self._kv.restore(tokens)
         self.go_back(checkpoint)
+
+    @property
+    def page_bytes(self) -> list[int]:
+        """Bytes of a page of each layer with keys and values."""
+        return self.shapes.page_bytes(self._drafting.kv_layers(self.spec))
 
     @property
     def kv_layers(self) -> int:

@@ -169,6 +169,8 @@ class Setup:
     layers       of the trunk, of every kind
     favoured     of the layers with K and V, the last ones, that are the MTP block's
     windows      keys that a row sees of each layer with K and V, 0: all
+    page_bytes   of each of them; token_bytes: of a token in each
+    reads        whose K and V each attention of a step reads, in order
     """
 
     budget: Budget
@@ -178,6 +180,9 @@ class Setup:
     layers: int
     kv_layers: int
     windows: tuple[int, ...]
+    page_bytes: tuple[int, ...]
+    token_bytes: tuple[int, ...]
+    reads: tuple[int, ...]
     favoured: int = 0
     head_pages: int = 0
     split: WeightSplit = ALL_STAY
@@ -188,11 +193,16 @@ class Setup:
         split: WeightSplit = ALL_STAY,
     ) -> Setup:
         """As the engine will have it."""
-        windows = tuple(layer.window for layer in drafting.kv_layers(spec))
+        holding = drafting.kv_layers(spec)
+        windows = tuple(layer.window for layer in holding)
         layers = len(windows)
         favoured = layers - len(spec.kv_layers)
         state = state_bytes(spec) + drafting.table_bytes(spec)
-        return Setup(budget, kv, weights, state, spec.n_layer, layers, windows, favoured, drafting.head_pages, split)
+        return Setup(
+            budget, kv, weights, state, spec.n_layer, layers, windows, tuple(budget.pages.page_bytes(holding)),
+            tuple(budget.pages.token_bytes(holding)), tuple(drafting.kv_reads(spec)), favoured, drafting.head_pages,
+            split,
+        )
 
     def pass_s(self, rates: Rates) -> float:
         """Seconds in which the link brings the weights that pass, once."""
@@ -208,8 +218,9 @@ class Setup:
 class Placement:
     """Where the pages of a step are. ``cuts``: per layer, pages before it are streamed, but for those of the head.
 
-    runs   copies
-    calls  of attention, beyond one for each layer
+    streamed_pages  as often as they are copied in a step
+    runs            copies
+    calls           of attention, beyond one for each
     """
 
     pages: int
@@ -254,7 +265,7 @@ def place(setup: Setup, rates: Rates, tokens: int, rows: int) -> Placement:
     # The policy's own measure of the gap between two attention layers: a step that streams no page, over its layers,
     # without the time that the link takes for weights.
     pass_s = setup.pass_s(rates)
-    gap_s = (side_by_side(_kernels_s(setup, rates, 0, 1, calls=0), pass_s) - pass_s) / setup.kv_layers
+    gap_s = (side_by_side(_kernels_s(setup, rates, 0, 1, calls=0), pass_s) - pass_s) / len(setup.reads)
     cuts: tuple[int, ...] = (0,) * setup.kv_layers
     # A prompt of so many tokens is read first: not all that a smaller pool gave up then comes back.
     for phase, first, last in (
@@ -265,7 +276,8 @@ def place(setup: Setup, rates: Rates, tokens: int, rows: int) -> Placement:
         )
         state = residency_step(config, ResidencyState(cuts), seen)
         cuts = state.cuts
-    streamed = [config.streamed(cut) for cut in state.cuts]
+    away = [len(config.streamed(cut)) for cut in state.cuts]
+    streamed = [config.streamed(state.cuts[layer]) for layer in setup.reads]
     count = sum(map(len, streamed))
     runs = calls = 0
     if count:
@@ -274,11 +286,11 @@ def place(setup: Setup, rates: Rates, tokens: int, rows: int) -> Placement:
         )
         runs = len(schedule.runs)
         # What arrives in one batch is read with the resident pages.
-        arrivals = [len(set(schedule.batches(layer))) for layer in range(setup.kv_layers)]
+        arrivals = [len(set(schedule.batches(read))) for read in range(len(setup.reads))]
         calls = sum(count for count in arrivals if count > 1)
     every = pages * setup.kv_layers - sum(state.first_pages)
     return Placement(
-        every, state.cuts, every - count, count, state.ring_slots, runs, calls,
+        every, state.cuts, every - sum(away), count, state.ring_slots, runs, calls,
         count * geometry.page_bytes,
     )
 
@@ -306,13 +318,14 @@ def _kernels_s(setup: Setup, rates: Rates, tokens: int, rows: int, calls: int) -
     Of experts, each row reads its own: two that choose the same one are the exception.
     """
     weights = setup.weights
-    token_bytes = setup.budget.geometry.token_bytes
-    seen = [min(tokens + rows, window or tokens + rows) for window in setup.windows]
+    read = [
+        setup.token_bytes[layer] * min(tokens + rows, setup.windows[layer] or tokens + rows) for layer in setup.reads
+    ]
     return (
         sum(rates.multiply_s(part, rows) for part in (weights.trunk, weights.head, weights.nextn))
         + sum(rates.choose_s(part, weights.share * rows) for part in (weights.experts, weights.nextn_experts))
         + (setup.layers + setup.favoured) * rates.layer_s
-        + sum(rates.attend_s(token_bytes * each, rows) for each in seen)
+        + sum(rates.attend_s(each, rows) for each in read)
         + calls * (rates.run_s + (rates.run_rows_s if rows > 1 else 0.0))
     )
 
@@ -329,11 +342,15 @@ def _draft_s(setup: Setup, rates: Rates, tokens: int, placement: Placement, kind
         attention_s = len(cuts) * rates.attend_s(geometry.token_bytes * tokens, 1)
     else:
         parts, experts, layers = (weights.trunk, weights.head), weights.experts, setup.layers
-        cuts = cuts[: setup.trunk_kv_layers]
         streamed_s = setup.pass_s(rates)
         away = [geometry.page_tokens * (cut - min(setup.head_pages, cut)) for cut in cuts]
-        seen = [min(tokens - each, window or tokens) for each, window in zip(away, setup.windows, strict=False)]
-        attention_s = sum(rates.attend_s(geometry.token_bytes * max(0, each), 1) for each in seen)
+        trunk = [layer for layer in setup.reads if layer < setup.trunk_kv_layers]
+        attention_s = sum(
+            rates.attend_s(
+                setup.token_bytes[layer] * max(0, min(tokens - away[layer], setup.windows[layer] or tokens)), 1
+            )
+            for layer in trunk
+        )
     multiply_s = sum(rates.multiply_s(part, 1) for part in parts) + rates.choose_s(experts, weights.share)
     return max(multiply_s + layers * rates.layer_s + attention_s, streamed_s) + rates.draft_s
 

@@ -12,7 +12,7 @@ from kvs_core.device.host.weights import HELD_SHARE
 from kvs_core.engine.forecast import IN_FILE, Weights
 from kvs_core.formats.gguf import GgufFile, TensorInfo, split_experts
 from kvs_core.models.spec import ModelSpec
-from kvs_core.models.weights import layer_of
+from kvs_core.models.weights import PER_LAYER_TABLE, layer_of
 
 FLOATS = "float32"
 """Name of what the host holds as float32."""
@@ -22,7 +22,8 @@ Held = Callable[[TensorInfo], tuple[str, int]]
 
 
 def held_weights(
-    file: GgufFile, spec: ModelSpec, held: Held, *, nextn: bool, table: bool = False, passing: Collection[int] = ()
+    file: GgufFile, spec: ModelSpec, held: Held, *, nextn: bool, table: bool = False, passing: Collection[int] = (),
+    twice: bool = False,
 ) -> Weights:
     """What a step reads. Matrices are the tensors of two dimensions, but for the taps of convolutions, and experts'
     parts of those of three, which are held last.
@@ -30,6 +31,7 @@ def held_weights(
     nextn    with the MTP block
     table    the token table is held in device memory even if it is not the head
     passing  layers whose matrices pass through the arena
+    twice    keys' matrices that make values too are held, and read, for both
     """
     table_bytes = passing_bytes = 0
     trunk: Counter[str] = Counter()
@@ -45,6 +47,7 @@ def held_weights(
         else:
             part = block if layer_of(info.name) >= spec.n_layer else trunk
         name, size = held(info)
+        size *= 2 if twice and _makes_values(file, info.name) else 1
         part[name] += size
         if layer_of(info.name) in passing and name != IN_FILE:
             passing_bytes += size
@@ -84,10 +87,17 @@ def held_on_host(free_bytes: int, passing: Collection[int] = ()) -> Held:
     return held
 
 
+_NOT_MULTIPLIED = ("conv1d.weight", "embed_tokens.weight", PER_LAYER_TABLE)
+
+
 def _tensors(file: GgufFile, spec: ModelSpec, nextn: bool, *, dimensions: int) -> Iterable[TensorInfo]:
     for info in file.tensors.values():
-        if len(info.shape) != dimensions or info.name.endswith(("conv1d.weight", "embed_tokens.weight")):
+        if len(info.shape) != dimensions or info.name.endswith(_NOT_MULTIPLIED):
             continue
         if layer_of(info.name) < spec.n_layer or nextn:
             yield info
 
+
+def _makes_values(file: GgufFile, name: str) -> bool:
+    """Whether it is a keys' matrix of a layer that has none for values."""
+    return name.endswith(".attn_k.weight") and name.replace("attn_k", "attn_v") not in file.tensors

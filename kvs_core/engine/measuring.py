@@ -70,7 +70,7 @@ def fill_context(engine: Engine, tokens: int, prompt: Sequence[int]) -> None:
         for page in range(pages):
             kv.history_page(layer, page)[:] = base[layer][(page * _STRIDE + layer) % have]
 
-    size_bytes = kv.layers * pages * kv.geometry.page_bytes
+    size_bytes = pages * sum(engine.page_bytes)
     with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1, 1 + size_bytes // _THREAD_BYTES)) as threads:
         list(threads.map(repeat, range(kv.layers)))
     kv.restore(tokens)

@@ -83,8 +83,8 @@ def profile_layers(
     progress  in tokens
     Raises ``DeviceError`` if the model's scores are no numbers, or without memory for a partial per window.
     """
-    layers = engine.drafting.kv_layers(engine.spec)
-    watch = _Watch(engine._device, layers, windows, engine.context.ubatch_tokens)
+    layers, reads = engine.drafting.kv_layers(engine.spec), engine.drafting.kv_reads(engine.spec)
+    watch = _Watch(engine._device, [layers[layer] for layer in reads], windows, engine.context.ubatch_tokens)
     done = 0
     engine._kv.watch = watch
     try:
@@ -96,7 +96,8 @@ def profile_layers(
                 progress(done, len(tokens))
     finally:
         engine._kv.watch = None
-    outside = watch.outside
+    outside = np.zeros((len(layers), len(windows)))
+    np.maximum.at(outside, reads, watch.outside)   # where several layers read one's keys, the one that looks furthest
     if not np.isfinite(outside).all():
         raise DeviceError("the model's attention is not all numbers: no profile; --check-tensors looks at its weights")
     return Profile(done, tuple(windows), tuple(
@@ -109,7 +110,7 @@ class _Watch:
     """``PrefillWatch`` that attends again for each window and adds up what lies before it."""
 
     def __init__(self, device: Device, layers: Sequence[LayerSpec], windows: Sequence[int], rows: int) -> None:
-        """``rows``: of a step at most."""
+        """``layers``: whose keys each attention reads; ``rows``: of a step at most."""
         self._device = device
         self._layers = layers
         self._windows = windows

@@ -207,7 +207,7 @@ def measure_steps(device: HostDevice, kv: KvSettings, products: Numbers) -> Numb
             engine.take_up(_blank_pages(engine, tokens), at, tokens)
             engines.append(engine)
         short_s, long_s = _seconds_each([partial(_step, engine) for engine in engines])
-        kv_bytes = engine.geometry.token_bytes * engine.kv_layers
+        kv_bytes = sum(engine.shapes.token_bytes(engine.spec.kv_layers))
         weights, layers = engine.memory_report()["weights"], engine.spec.n_layer
     short, long = _HOST_CONTEXTS
     # What disturbs one of the two must not make a rate that is absurd.
@@ -223,8 +223,8 @@ def _step(engine: Engine) -> None:
 
 
 def _blank_pages(engine: Engine, tokens: int) -> Iterator[tuple[int, int, bytes]]:
-    page = bytes(engine.geometry.page_bytes)
-    for layer in range(engine.kv_layers):
+    for layer, size in enumerate(engine.page_bytes):
+        page = bytes(size)
         for number in range(engine.geometry.pages_of(tokens)):
             yield layer, number, page
 

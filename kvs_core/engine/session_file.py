@@ -74,7 +74,7 @@ def save_session(session: Session, path: Path, key: str, tail: Sequence[int] = (
     checkpoints.append(engine.checkpoint())
     header = {
         "model": key,
-        "layout": engine.geometry.layout_id,
+        "layout": engine.shapes.layout_id(),
         "layers": engine.kv_layers,
         "tokens": engine.committed,
         "tail": list(tail),
@@ -128,16 +128,16 @@ def load_session(
             header = _read_header(file, path)
             _check_header(header, session, here, key, path)
             count = header["tokens"]
-            pages = engine.kv_layers * engine.geometry.pages_of(count)
+            pages_bytes = engine.geometry.pages_of(count) * sum(engine.page_bytes)
             expected = (
-                file.tell() + 4 * count + pages * engine.geometry.page_bytes
+                file.tell() + 4 * count + pages_bytes
                 + len(header["positions"]) * here.size_bytes + 32
             )
             if size != expected:
                 raise SessionFileError(f"{path}: has {size} bytes where its header says {expected}; save it again")
             tokens = np.frombuffer(file.read(4 * count), np.int32).tolist()
             pages_at = file.tell()
-            file.seek(pages * engine.geometry.page_bytes, os.SEEK_CUR)
+            file.seek(pages_bytes, os.SEEK_CUR)
             checkpoints = [_read_checkpoint(file, header["arrays"], position) for position in header["positions"]]
             file.seek(pages_at)
             if leave is not None:
@@ -194,10 +194,9 @@ def _read_checkpoint(file: BinaryIO, shapes: list[list[Any]], position: int) -> 
 
 
 def _pages(file: BinaryIO, session: Session, tokens: int) -> Iterator[tuple[int, int, bytes]]:
-    geometry = session.engine.geometry
-    for layer in range(session.engine.kv_layers):
-        for page in range(geometry.pages_of(tokens)):
-            yield layer, page, file.read(geometry.page_bytes)
+    for layer, page_bytes in enumerate(session.engine.page_bytes):
+        for page in range(session.engine.geometry.pages_of(tokens)):
+            yield layer, page, file.read(page_bytes)
 
 
 def _check_sum(file: BinaryIO, size: int, path: Path) -> None:
@@ -239,10 +238,10 @@ def _check_header(
     engine = session.engine
     if header["model"] != key:
         raise SessionFileError(f"{path}: was saved with another model; load that one, or start anew")
-    if header["layout"] != engine.geometry.layout_id or header["layers"] != engine.kv_layers:
+    if header["layout"] != engine.shapes.layout_id() or header["layers"] != engine.kv_layers:
         raise SessionFileError(
             f"{path}: was saved with pages {header['layout']} of {header['layers']} layers, this session has "
-            f"{engine.geometry.layout_id} of {engine.kv_layers}; use the same --cache-type-k, --cache-type-v, "
+            f"{engine.shapes.layout_id()} of {engine.kv_layers}; use the same --cache-type-k, --cache-type-v, "
             "--kv-page-tokens, --spec-type and --device"
         )
     if header["tokens"] > engine.context.context_tokens:

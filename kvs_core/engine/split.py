@@ -29,15 +29,21 @@ PartBytes = Callable[[Iterable[TensorInfo]], int]
 
 
 def check_layers(spec: ModelSpec, gpu_layers: int | None) -> None:
-    """``CapabilityError`` for a mixture of experts of which not all layers would stay. 0 asks for the CPU, or for a
-    split that the GPU will refuse for other reasons."""
-    if spec.experts is not None and gpu_layers is not None and 0 < gpu_layers < spec.n_layer:
-        _refuse_experts(spec, gpu_layers)
+    """``CapabilityError`` for a model whose weights stay together, if not all layers would stay. 0 asks for the CPU, or
+    for a split that the GPU will refuse for other reasons."""
+    if _stays_together(spec) and gpu_layers is not None and 0 < gpu_layers < spec.n_layer:
+        _refuse(spec, gpu_layers)
 
 
-def _refuse_experts(spec: ModelSpec, gpu_layers: int) -> None:
+def _stays_together(spec: ModelSpec) -> bool:
+    """Experts, and layers whose keys make values too or that have matrices in neither part, are not split."""
+    return spec.experts is not None or spec.v_norms
+
+
+def _refuse(spec: ModelSpec, gpu_layers: int) -> None:
+    layers = "layers of experts" if spec.experts is not None else f"layers of {spec.arch}"
     raise CapabilityError(
-        f"--gpu-layers {gpu_layers}: {spec.name} has {spec.n_layer} layers of experts, whose weights stay together on "
+        f"--gpu-layers {gpu_layers}: {spec.name} has {spec.n_layer} {layers}, whose weights stay together on "
         "one device; use --gpu-layers all"
     )
 
@@ -56,13 +62,13 @@ class Splits:
         self._parts = [tuple(map(part_bytes, parts)) for parts in zip(mixers, feed_forwards, strict=True)]
 
     def at(self, gpu_layers: int) -> WeightSplit:
-        """With so many layers on the device. ``CapabilityError`` for a mixture of experts of which not all stay."""
+        """With so many layers on the device. ``CapabilityError`` for a model of which all must stay."""
         layers = self._spec.n_layer
         count = min(layers, max(0, layers + 1 - gpu_layers))
         if count < _LEAST_PASSING:
             return ALL_STAY
-        if self._spec.experts is not None:
-            _refuse_experts(self._spec, gpu_layers)
+        if _stays_together(self._spec):
+            _refuse(self._spec, gpu_layers)
         passing = spread(count, layers)
         return WeightSplit(passing, WeightRing(tuple(chain.from_iterable(self._parts[layer] for layer in passing))))
 
@@ -75,7 +81,7 @@ class Splits:
         Nothing passes where nothing would help; then loading says what cannot be had. ``BudgetError`` where a larger
         arena might help: it has no room for the ring.
         """
-        if self._spec.experts is not None:
+        if _stays_together(self._spec):
             return ALL_STAY
         refused: BudgetError | None = None
         for spared in (target_bytes, 0):

@@ -144,7 +144,7 @@ class Step:
         self._draft(
             "resident", batch,
             StepInputs(batch.tokens, batch.first_position, states.pending, self._phase, store=False), forward,
-            range(len(parts.model.spec.kv_layers)),
+            range(parts.model.spec.n_reads),
         )
 
     def logits(self, first_row: int | None = None) -> np.ndarray:

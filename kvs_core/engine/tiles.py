@@ -56,11 +56,10 @@ class TileRoom:
         self._device = device
         self._spec = spec
         self._kv = kv
-        geometry = kv.geometry
-        groups = ceil_div(geometry.pages_of(context.context_tokens), GROUP_PAGES)
+        groups = ceil_div(kv.geometry.pages_of(context.context_tokens), GROUP_PAGES)
         self._groups = min(LEAST_SCRATCH_GROUPS, groups)
         scratch = attention_scratch(
-            Phase.DECODE, rows=MAX_ROWS, heads=max(layer.heads for layer in spec.kv_layers), v_dim=geometry.v_dim,
+            Phase.DECODE, rows=MAX_ROWS, heads=max(layer.heads for layer in spec.kv_layers), v_dim=spec.v_dim,
             groups=self._groups, segments=ceil_div(groups, SEGMENT_GROUPS),
         )
         self._tile_specs = (*forward_buffers(spec, MAX_ROWS, nextn=nextn), *(buffer for _, buffer in scratch))
@@ -75,8 +74,7 @@ class TileRoom:
 
     def lend(self, rows: int, layout: Layout) -> TileBuffers:
         """Room for a step of so many rows, no more than ``widest`` allows, in the decode layout. Between steps."""
-        lent = layout.pool.shape[0] - self._kv.stats().pool_pages
-        if not self._kv.can_lend(lent, rows):
+        if not self._kv.can_lend(self._kv.lent_slots, rows):
             self._kv.end_loan()   # of a wider step, which leaves too little for this one
         first_slot = self._kv.lend(self._slots(rows))
         offset = align_up(layout.pool_offset + first_slot * self._kv.geometry.page_bytes, _ALIGNMENT)

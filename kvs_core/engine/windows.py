@@ -49,13 +49,14 @@ class Windows:
 
 def plan_windows(
     layers: Sequence[LayerSpec], n_blocks: int, kv: KvSettings, geometry: PageGeometry, *,
-    context_tokens: int, step_rows: int, head_pages: int,
+    context_tokens: int, step_rows: int, head_pages: int, apart: bool = False,
 ) -> Windows | None:
     """The windows of a model; None in other modes. ``SettingsError`` for layers that it does not have.
 
     layers      those with KV; numbers are those of the model's blocks, of which there are ``n_blocks``
     step_rows   that a step has at most
     head_pages  first pages of a layer that stay resident
+    apart       layers that slide have a pool of their own: they take nothing of the shared one
     A window of N tokens is so many pages that the newest N tokens lie in them wherever the last page ends. A layer that
     slides needs none: it never streams.
     """
@@ -85,7 +86,7 @@ def plan_windows(
         for window, before in zip(pages, sliding, strict=True) if before is None
     ] + [
         most_sliding_pages(context_tokens, geometry.page_tokens, step_rows, before)
-        for before in sliding if before is not None
+        for before in sliding if before is not None and not apart
     ]
     tile_pages = kv.run_pages or ResidencyConfig(ResidencyMode.ADAPTIVE, 0, geometry.page_bytes).copy_pages
     return Windows(tuple(pages), sum(resident), align_up(tile_pages, GROUP_PAGES), kv.ring_tiles)

@@ -145,6 +145,10 @@ class MemoryPlan:
         """Slots of the pool while ``phase`` is active."""
         return self.plan(phase).region(KV_POOL).size_bytes // self.slot_bytes
 
+    def pool_bytes(self, phase: Phase) -> int:
+        """Bytes for pages while ``phase`` is active: of the pool and of regions that no phase changes."""
+        return self.slots(phase) * self.slot_bytes + sum(region.size_bytes for region in self.persistent)
+
     def _check_budget(self) -> None:
         slots = self.min_slots if self.pool_slots is None else self.pool_slots
         need = {

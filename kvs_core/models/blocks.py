@@ -23,6 +23,7 @@ from kvs_core.device.base import (
     Buffer,
     ExpertWeights,
     GdnWeights,
+    MixtureWeights,
     Ops,
     Turn,
     Weight,
@@ -73,8 +74,8 @@ class LayerView(Protocol):
 class KvView(Protocol):
     """What a model sees of the KV cache in one step."""
 
-    def layer(self, kv_index: int) -> LayerView:
-        """The attention layer with that ``LayerSpec.kv_index``."""
+    def layer(self, read_index: int) -> LayerView:
+        """What the attention layer with that ``LayerSpec.read_index`` reads."""
         ...
 
 
@@ -138,11 +139,11 @@ class FeedForward:
     @staticmethod
     def buffers(rows: int, n_ff: int) -> list[BufferSpec]:
         """The rows between the matrices."""
-        return [BufferSpec("ffn", (rows, n_ff), ACTIVATION, overlay="ffn")]
+        return [BufferSpec(f"ffn {n_ff}", (rows, n_ff), ACTIVATION, overlay=f"ffn {n_ff}")]
 
     def add_to(self, step: Step) -> None:
         """x += down(activation(gate(y)) * up(y))"""
-        rows = step.rows("ffn")
+        rows = step.rows(f"ffn {self.down.n_in}")
         step.ops.project_gated(
             step.x, self.norm, self.gate_up, rows, eps=step.eps, phase=step.batch.phase, activation=self.activation
         )
@@ -161,9 +162,48 @@ class Experts:
         step.ops.add_experts(step.x, self.norm, self.weights, eps=step.eps, phase=step.batch.phase)
 
 
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """Experts with a dense feed-forward part beside them: see ``Ops.add_mixture``."""
+
+    weights: MixtureWeights
+
+    def add_to(self, step: Step) -> None:
+        """x += what both make of it"""
+        step.ops.add_mixture(step.x, self.weights, eps=step.eps, phase=step.batch.phase)
+
+
+@dataclass(frozen=True, slots=True)
+class PerLayer:
+    """A layer's part of the embeddings per layer: see ``Ops.add_per_layer``.   columns: of the inputs, the layer's"""
+
+    columns: slice
+    gate: Weight
+    project: Weight
+    norm: Buffer
+
+    @staticmethod
+    def buffers(rows: int, columns: int) -> list[BufferSpec]:
+        """The inputs of all layers; they stay from the first to the last."""
+        return [BufferSpec("per_layer", (rows, columns), ACTIVATION)]
+
+    def add_to(self, step: Step) -> None:
+        """x += what the layer makes of its inputs"""
+        given = step.rows("per_layer")[:, self.columns]
+        step.ops.add_per_layer(
+            step.x, given, self.gate, self.project, self.norm, eps=step.eps, phase=step.batch.phase
+        )
+
+
 def attention_columns(layer: LayerSpec) -> int:
     """Columns of an attention layer's projected rows: ``AttentionParams.columns``, from the sizes alone."""
-    return layer.heads * layer.k_dim * (2 if layer.gated else 1) + layer.kv_heads * (layer.k_dim + layer.v_dim)
+    stored = 0 if layer.shares else layer.kv_heads * (layer.k_dim + layer.v_dim)
+    return layer.heads * layer.k_dim * (2 if layer.gated else 1) + stored
+
+
+def attention_buffer(layer: LayerSpec, name: str) -> str:
+    """Name, in a workspace, of a buffer that layers of one shape share: ``qkv``, ``q`` or ``attended``."""
+    return f"{name} {attention_columns(layer)} {layer.heads} {layer.k_dim} {layer.v_dim}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,12 +225,15 @@ class Attention:
             "q": (align_up(rows, 8), layer.heads, layer.k_dim),
             "attended": (rows, layer.heads * layer.v_dim),
         }
-        return [BufferSpec(name, shape, ACTIVATION, overlay="attention") for name, shape in shapes.items()]
+        overlay = attention_buffer(layer, "attention")
+        return [
+            BufferSpec(attention_buffer(layer, name), shape, ACTIVATION, overlay) for name, shape in shapes.items()
+        ]
 
     def add_to(self, step: Step) -> None:
         """x += out(attention(q, k, v) [* sigmoid(gate)]), all of rms(x, norm)"""
         rows = self._rows(step)
-        step.kv.layer(self._kv_index).attend(rows, self.params)
+        step.kv.layer(self._read_index).attend(rows, self.params)
         step.add(rows.out, self.out, self.post_norm)
 
     def add_to_tiles(self, tiles: Sequence[Step], turn: Turn) -> None:
@@ -199,18 +242,19 @@ class Attention:
         for number, tile in enumerate(tiles):
             turn(number)
             parts.append(self._rows(tile))
-        tiles[0].kv.layer(self._kv_index).attend_tiles(parts, self.params, turn)
+        tiles[0].kv.layer(self._read_index).attend_tiles(parts, self.params, turn)
         for number, (tile, rows) in enumerate(zip(tiles, parts, strict=True)):
             turn(number)
             tile.add(rows.out, self.out, self.post_norm)
 
     @property
-    def _kv_index(self) -> int:
-        assert self.layer.kv_index is not None
-        return self.layer.kv_index
+    def _read_index(self) -> int:
+        assert self.layer.read_index is not None
+        return self.layer.read_index
 
     def _rows(self, step: Step) -> AttentionRows:
-        return AttentionRows(step.project(self.norm, self.qkv, "qkv"), step.ws["q"], step.rows("attended"))
+        qkv, q, attended = (attention_buffer(self.layer, name) for name in ("qkv", "q", "attended"))
+        return AttentionRows(step.project(self.norm, self.qkv, qkv), step.ws[q], step.rows(attended))
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ def read_spec(file: GgufFile) -> ModelSpec:
         embedding_factor=sqrt(spec.n_embd),
         activation=Activation.GELU,
         post_norms=True,
-        logit_softcap=_read_softcap(file),
+        logit_softcap=read_softcap(file, ARCH),
     )
 
 
@@ -71,9 +71,10 @@ def _read_sliding_rope(file: GgufFile, rope: RopeSpec) -> RopeSpec:
     return replace(rope, freq_base=base, scaling="none")
 
 
-def _read_softcap(file: GgufFile) -> float:
-    key = f"{ARCH}.final_logit_softcapping"
-    cap = file.get_f32(key, 0.0)
+def read_softcap(file: GgufFile, arch: str, default: float = 0.0) -> float:
+    """``ModelSpec.logit_softcap`` of an arch's file; ModelFileError for one that is no cap."""
+    key = f"{arch}.final_logit_softcapping"
+    cap = file.get_f32(key, default)
     if cap < 0.0:
         raise ModelFileError(f"{file.path}: {key} is {cap:g}; it must not be negative")
     return cap

@@ -13,6 +13,7 @@ from kvs_core.device.base import (
     ExpertSizes,
     GdnShape,
     ModelDevice,
+    PerLayerWeights,
     StepSizes,
     Turn,
     Weight,
@@ -29,6 +30,8 @@ from kvs_core.models.blocks import (
     FeedForward,
     KvView,
     LayerStates,
+    Mixture,
+    PerLayer,
     Step,
     attention_columns,
 )
@@ -46,8 +49,10 @@ def forward_buffers(spec: ModelSpec, rows: int, *, nextn: bool = False) -> list[
         buffers += NextN.buffers(rows, spec.n_embd)
     for layer in (*spec.layers, *(spec.nextn if nextn else ())):
         buffers += (Attention if layer.gdn is None else DeltaNet).buffers(layer, rows)
-    if spec.experts is None:
-        buffers += FeedForward.buffers(rows, spec.n_ff)
+        if spec.experts is None:
+            buffers += FeedForward.buffers(rows, layer.n_ff or spec.n_ff)
+    if spec.n_per_layer:
+        buffers += PerLayer.buffers(rows, spec.n_layer * spec.n_per_layer)
     return list(dict.fromkeys(buffers))
 
 
@@ -75,6 +80,7 @@ def step_sizes(spec: ModelSpec, rows: int) -> StepSizes:
         k_dim=max((layer.k_dim for layer in attention), default=0),
         gdn=gdn[0] if gdn else None,
         post_norms=spec.post_norms,
+        per_layer_columns=spec.n_layer * spec.n_per_layer,
         experts=None if experts is None else ExpertSizes(experts.count, experts.used, experts.n_ff, experts.n_shared),
     )
 
@@ -86,17 +92,28 @@ _MIXER, _FEED_FORWARD = 0, 1   # of ``Layer.parts``
 class Layer:
     """One layer of the trunk.
 
+    scale  of the residual rows behind it
     parts  the matrices of both parts, where they pass through the arena; none where they stay on the device
     """
 
     mixer: Attention | DeltaNet
-    feed_forward: FeedForward | Experts
+    feed_forward: FeedForward | Experts | Mixture
+    per_layer: PerLayer | None = None
+    scale: float = 1.0
     parts: tuple[WeightPart, ...] = ()
 
     def add_to(self, step: Step) -> None:
-        """Both parts."""
+        """All parts."""
         self.mixer.add_to(step)
+        self.finish(step)
+
+    def finish(self, step: Step) -> None:
+        """All behind the mixer."""
         self.feed_forward.add_to(step)
+        if self.per_layer is not None:
+            self.per_layer.add_to(step)
+        if self.scale != 1.0:
+            step.ops.scale(step.x, self.scale)
 
 
 class WeightFlow(Protocol):
@@ -128,8 +145,10 @@ class Model:
         output_norm: Buffer,
         head: Weight,
         nextn: NextN | None = None,
+        per_layer: PerLayerWeights | None = None,
     ) -> None:
         self.spec = spec
+        self._per_layer = per_layer
         self._ops = device.ops
         self._embedding = embedding
         self._layers = tuple(layers)
@@ -177,7 +196,7 @@ class Model:
             with self._passing(layer, _MIXER):
                 layer.mixer.add_to(step)
             with self._passing(layer, _FEED_FORWARD):
-                layer.feed_forward.add_to(step)
+                layer.finish(step)
         if nextn is not None:
             nextn.follow(step, self._output_norm)
 
@@ -211,7 +230,7 @@ class Model:
                 with self._passing(layer, _MIXER):
                     mix(layer)
                 with self._passing(layer, _FEED_FORWARD):
-                    each(layer.feed_forward.add_to)
+                    each(layer.finish)
             else:
                 each(layer.add_to)
         if self.nextn is not None:
@@ -256,3 +275,6 @@ class Model:
 
     def _embed(self, step: Step) -> None:
         self._ops.embed(self._embedding, step.x, factor=self.spec.embedding_factor)
+        if self._per_layer is not None:
+            out = step.rows("per_layer")
+            self._ops.per_layer_inputs(step.x, self._per_layer, out, eps=step.eps, phase=step.batch.phase)

@@ -10,7 +10,7 @@ import numpy as np
 from kvs_core.device.base import ModelDevice
 from kvs_core.errors import ModelFileError
 from kvs_core.formats.gguf import GgufFile
-from kvs_core.models import gemma3, llama, qwen2, qwen3, qwen3moe, qwen35, qwen35moe
+from kvs_core.models import gemma3, gemma4, llama, qwen2, qwen3, qwen3moe, qwen35, qwen35moe
 from kvs_core.models.model import Layer, Model
 from kvs_core.models.nextn import NextN
 from kvs_core.models.rope import DIVISORS, Ropes, divisors_name, reach_tokens
@@ -35,7 +35,7 @@ ARCHS = {
     module.ARCH: Arch(
         module.read_spec, module.trunk_tensors, module.nextn_tensors, module.load_layers, module.load_nextn
     )
-    for module in (gemma3, llama, qwen2, qwen3, qwen3moe, qwen35, qwen35moe)
+    for module in (gemma3, gemma4, llama, qwen2, qwen3, qwen3moe, qwen35, qwen35moe)
 }
 
 
@@ -81,6 +81,7 @@ def load_model(
         output_norm=loader.vector("output_norm.weight"),
         head=loader.matrix(loader.head),
         nextn=arch.load_nextn(spec, loader, ropes) if nextn else None,
+        per_layer=gemma4.load_per_layer(spec, loader),
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from kvs_core.device.base import Activation, GdnShape
+from kvs_core.device.base import Activation, GdnShape, Part
 from kvs_core.errors import CapabilityError, ModelFileError
 from kvs_core.formats.gguf import GgufFile
 from kvs_core.models.rope import LONG_DIVISORS, SHORT_DIVISORS, RopeSpec
@@ -32,10 +32,14 @@ class LayerKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One layer. ``kv_index`` counts attention layers only and is None, like the head sizes 0, in a recurrent one.
+    """One layer. ``kv_index`` and ``read_index`` are None, like the head sizes 0, in a recurrent one.
 
+    kv_index    whose keys and values it reads: its own number among the layers that keep some, unless it ``shares``
+    read_index  its number among the attention layers
+    shares      it has no keys and values of its own
     gated   q's matrix gives each head its query and then a gate, whose sigmoid multiplies the head's output
     window  a row sees so many keys, its own the last; 0: all
+    n_ff    width of its feed-forward part, where it is not that of all
     """
 
     index: int
@@ -48,8 +52,13 @@ class LayerSpec:
     gated: bool = False
     gdn: GdnShape | None = None
     window: int = 0
+    read_index: int | None = None
+    shares: bool = False
+    n_ff: int = 0
 
     def __post_init__(self) -> None:
+        if self.read_index is None:
+            object.__setattr__(self, "read_index", self.kv_index)
         full = self.kind is LayerKind.FULL
         assert full == (self.kv_index is not None) == (self.gdn is None)
         assert not full or (self.heads % self.kv_heads == 0 and self.k_dim > 0 and self.v_dim > 0)
@@ -89,6 +98,9 @@ class ModelSpec:
     activation       of the feed-forward's gate
     post_norms       what attention and feed-forward give goes through a norm before it is added
     logit_softcap    c of c * tanh(logits / c); 0: none
+    v_norms          values go through an RMSNorm without weights, per head
+    n_per_layer      values of a token's embedding per layer; 0: none
+    dense_beside     experts have a dense feed-forward part beside them
     """
 
     arch: str
@@ -111,6 +123,15 @@ class ModelSpec:
     post_norms: bool = False
     logit_softcap: float = 0.0
     experts: ExpertSpec | None = None
+    v_norms: bool = False
+    n_per_layer: int = 0
+    dense_beside: bool = False
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """What not every device computes."""
+        own = {Part.PER_LAYER: self.n_per_layer > 0, Part.DENSE_BESIDE: self.dense_beside}
+        return tuple(part for part, has in own.items() if has)
 
     @property
     def n_layer(self) -> int:
@@ -124,8 +145,18 @@ class ModelSpec:
 
     @property
     def kv_layers(self) -> tuple[LayerSpec, ...]:
-        """Trunk layers with keys and values; ``kv_layers[i].kv_index == i``."""
-        return tuple(layer for layer in self.layers if layer.kind is LayerKind.FULL)
+        """Trunk layers with keys and values of their own; ``kv_layers[i].kv_index == i``."""
+        return tuple(layer for layer in self.layers if layer.kind is LayerKind.FULL and not layer.shares)
+
+    @property
+    def n_reads(self) -> int:
+        """Attention layers of the trunk, those that share others' keys and values included."""
+        return sum(layer.kind is LayerKind.FULL for layer in self.layers)
+
+    @property
+    def v_dim(self) -> int:
+        """Values of the largest head's output."""
+        return max((layer.v_dim for layer in (*self.layers, *self.nextn) if layer.gdn is None), default=0)
 
     @property
     def recurrent_layers(self) -> tuple[LayerSpec, ...]:
@@ -225,19 +256,25 @@ class CommonKeys:
         return LayerSpec(index, LayerKind.FULL, self.heads, self.kv_heads, self.k_dim, self.v_dim, kv_index, gated)
 
 
-def read_common(file: GgufFile, arch: str, experts: ExpertSpec | None = None) -> CommonKeys:
+def read_common(
+    file: GgufFile, arch: str, experts: ExpertSpec | None = None, *, n_ff: int | None = None,
+    kv_heads: int | None = None,
+) -> CommonKeys:
     """Read and check them. Raises ModelFileError with the key, its value and the bounds.
 
-    experts  of an arch that has them; a file of any other that has some is refused
+    experts         of an arch that has them; a file of any other that has some is refused
+    n_ff, kv_heads  of an arch whose layers differ in them, which has read and checked these keys
     """
     n_embd = file.get_u32(f"{arch}.embedding_length", least=1, most=MAX_WIDTH)
     heads = file.get_u32(f"{arch}.attention.head_count", least=1, most=MAX_HEADS)
-    kv_heads = file.get_u32(f"{arch}.attention.head_count_kv", heads, least=1, most=MAX_HEADS)
-    if heads % kv_heads:
-        raise ModelFileError(
-            f"{file.path}: {arch}.attention.head_count is {heads}, no multiple of head_count_kv, which is {kv_heads}"
-        )
-    if experts is None and file.get_u32(f"{arch}.expert_count", 0) > 0:
+    if kv_heads is None:
+        kv_heads = file.get_u32(f"{arch}.attention.head_count_kv", heads, least=1, most=MAX_HEADS)
+        if heads % kv_heads:
+            raise ModelFileError(
+                f"{file.path}: {arch}.attention.head_count is {heads}, no multiple of head_count_kv, which is "
+                f"{kv_heads}"
+            )
+    if experts is None and n_ff is None and file.get_u32(f"{arch}.expert_count", 0) > 0:
         raise CapabilityError(
             f"{file.path}: is a mixture of experts ({arch}.expert_count is "
             f"{file.get_u32(f'{arch}.expert_count')}), for which kvs has no code in {arch} models; use a dense one"
@@ -247,7 +284,7 @@ def read_common(file: GgufFile, arch: str, experts: ExpertSpec | None = None) ->
         name=file.get_str("general.name", file.path.stem),
         n_block=file.get_u32(f"{arch}.block_count", least=1, most=MAX_LAYERS),
         n_embd=n_embd,
-        n_ff=0 if experts else _read_width(file, arch),
+        n_ff=n_ff or (0 if experts else _read_width(file, arch)),
         n_vocab=_read_vocab(file, arch),
         n_ctx_train=file.get_u32(f"{arch}.context_length", least=1, most=MAX_CONTEXT),
         n_ctx_plain=_read_plain(file, arch),

@@ -12,14 +12,15 @@ token.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import sqrt
 from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
-from gguf.constants import GGML_QUANT_VERSION, GGMLQuantizationType
+from gguf.constants import GGML_QUANT_SIZES, GGML_QUANT_VERSION, GGMLQuantizationType
 
 from kvs_core.errors import SettingsError
 from kvs_core.formats.gguf import SYNTHETIC_KEY, GgufFile, MetaValue, TensorInfo
@@ -27,8 +28,9 @@ from kvs_core.formats.gguf_writer import data_bytes
 from kvs_core.formats.quants import row_bytes
 from kvs_core.formats.synthetic_blocks import DrawnBytes
 from kvs_core.formats.synthetic_vocab import synthetic_vocab
-from kvs_core.models import gemma3, qwen2, qwen3, qwen3moe, qwen35
+from kvs_core.models import gemma3, gemma4, qwen2, qwen3, qwen3moe, qwen35
 from kvs_core.models.registry import ARCHS
+from kvs_core.models.rope import DIVISORS
 from kvs_core.models.spec import TensorSpec
 from kvs_core.models.weights import POST_NORMS, is_matrix
 from kvs_core.settings.rooms import SYNTHETIC_PREFIX
@@ -59,8 +61,26 @@ class Sliding:
 
 
 @dataclass(frozen=True, slots=True)
+class TwoShapes:
+    """What a ``gemma4`` model has besides. The sizes of ``Shape`` are those of layers that see everything.
+
+    window, pattern     of layers that slide: of ``pattern`` in a row all but the last
+    kv_heads, head_dim  of layers that slide
+    values              layers that see everything have a matrix for values
+    softcap             of the logits
+    """
+
+    window: int
+    pattern: int
+    kv_heads: int
+    head_dim: int
+    values: bool = True
+    softcap: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
 class Mixture:
-    """What a ``qwen3moe`` model has besides: experts, how many of them a row takes, and their width."""
+    """Experts: how many of them there are and a row takes, and their width."""
 
     count: int
     used: int
@@ -69,12 +89,13 @@ class Mixture:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of a model; names as in its metadata. The output head is the embedding with ``sliding``, else not.
+    """Sizes of a model; names as in its metadata. The output head is the embedding in gemmas, else not.
 
     pre      the rule by which its tokenizer cuts text
     hybrid   for the arch ``qwen35``
     sliding  for the arch ``gemma3``
-    mixture  for the arch ``qwen3moe``
+    two      for the arch ``gemma4``
+    mixture  for the arch ``qwen3moe``, and in ``gemma4`` beside the dense feed-forward part
     """
 
     arch: str
@@ -91,7 +112,17 @@ class Shape:
     rms_eps: float = 1e-6
     hybrid: Hybrid | None = None
     sliding: Sliding | None = None
+    two: TwoShapes | None = None
     mixture: Mixture | None = None
+
+    @property
+    def tied(self) -> bool:
+        """Whether the head is the embedding."""
+        return self.sliding is not None or self.two is not None
+
+    def slides(self, layer: int) -> bool:
+        """Of a model with two shapes of layers."""
+        return self.two is not None and layer % self.two.pattern < self.two.pattern - 1
 
 
 def _qwen35(
@@ -118,6 +149,15 @@ SHAPES: Mapping[str, Shape] = MappingProxyType({
     # config.json of google/gemma-3-27b-it: 62 layers, 32 heads of 128 over 16 of K and V; its text alone.
     "gemma3-27b": Shape(
         gemma3.ARCH, "qwen2", 62, 5376, 21504, 32, 16, 128, 262144, 131072, 1e6, sliding=Sliding(1024, 6, 8.0)
+    ),
+    # Gemma 4 26B-A4B and 31B, their text alone, from GGUF logs.
+    "gemma4-26b-a4b": Shape(
+        gemma4.ARCH, "qwen2", 30, 2816, 2112, 16, 2, 512, 262144, 262144, 1e6,
+        two=TwoShapes(1024, 6, 8, 256, values=False), mixture=Mixture(128, 8, 704),
+    ),
+    "gemma4-31b": Shape(
+        gemma4.ARCH, "qwen2", 60, 5376, 21504, 32, 4, 512, 262144, 262144, 1e6,
+        two=TwoShapes(1024, 6, 16, 256, values=False),
     ),
     # No published model: quick to make and to run.
     "small": _qwen35(12, 1024, 3584, 8, 2, 256, Hybrid(64, (11, 11, 10, 0), 128, 4, 12), vocab=32768, context=262144),
@@ -157,6 +197,9 @@ _MORE = ("attn_v", "attn_qkv", "ffn_down")
 
 _GAINS = {"ffn_down": 0.6, "attn_output": 0.3, "ssm_out": 0.25, "ssm_alpha": 0.3, "output": 2.0}
 _EMBEDDING_STD = 1.0
+_UNEVEN = {Quant.Q4_K: Quant.Q5_0, Quant.Q5_K: Quant.Q5_1, Quant.Q6_K: Quant.Q8_0, Quant.IQ4_XS: Quant.IQ4_NL}
+"""What llama-quantize takes for rows that are not whole blocks of 256."""
+_HEAD_NORM = 1.2    # of queries and keys, times D ** -0.25, where scores are not scaled
 _POST_NORM = 0.25   # of what each part adds to residual rows of 2.0
 
 
@@ -216,6 +259,8 @@ def _metadata(title: str, shape: Shape, mtp: bool) -> dict[str, MetaValue]:
             "rope.scaling.type": "linear",
             "rope.scaling.factor": shape.sliding.stretch,
         }
+    if shape.two is not None:
+        sizes |= _two_shapes(shape, shape.two)
     if shape.mixture is not None:
         sizes |= {
             "expert_count": shape.mixture.count,
@@ -235,10 +280,29 @@ def _metadata(title: str, shape: Shape, mtp: bool) -> dict[str, MetaValue]:
     }
 
 
+def _two_shapes(shape: Shape, two: TwoShapes) -> dict[str, MetaValue]:
+    slides = [shape.slides(layer) for layer in range(shape.blocks)]
+    return {
+        "attention.head_count_kv": np.array([two.kv_heads if each else shape.kv_heads for each in slides], np.int32),
+        "attention.key_length_swa": two.head_dim,
+        "attention.value_length_swa": two.head_dim,
+        "rope.dimension_count_swa": two.head_dim,
+        "rope.freq_base_swa": 1e4,
+        "attention.sliding_window": two.window,
+        "attention.sliding_window_pattern": np.array(slides),
+        "attention.shared_kv_layers": 0,
+        "embedding_length_per_layer_input": 0,
+        "final_logit_softcapping": two.softcap,
+    }
+
+
 def _shared(name: str, shape: Shape) -> bool:
-    """Whether the head is the embedding, or the MTP block takes it from the trunk."""
+    """Whether a tensor stands for another: the head is the embedding, keys are values, or the MTP block takes its from
+    the trunk."""
     if name == "output.weight":
-        return shape.sliding is not None
+        return shape.tied
+    if shape.two is not None and name.endswith("attn_v.weight"):
+        return not (shape.two.values or shape.slides(int(name.split(".")[1])))
     return name.endswith(("nextn.embed_tokens.weight", "nextn.shared_head_head.weight"))
 
 
@@ -247,10 +311,12 @@ def _tensor(spec: TensorSpec, mix: Mix, shape: Shape) -> TensorInfo:
     kind, n_in = _kind(spec.name), spec.shape[0]
     if (is_matrix(spec) or len(spec.shape) == 3) and kind != _ROUTER:
         quant = _quant(spec.name, mix, shape)
+        if n_in % GGML_QUANT_SIZES[quant][0]:
+            quant = _UNEVEN[quant]
         n_bytes = n_elements // n_in * row_bytes(quant, n_in)
         std = _GAINS.get(kind, 1.0) / n_in**0.5
         if kind == "token_embd":   # what is also the head has its gain, and sqrt(E) times that as a row
-            std = _EMBEDDING_STD if shape.sliding is None else _GAINS["output"] / n_in**0.5
+            std = _EMBEDDING_STD if not shape.tied else _GAINS["output"] / n_in**0.5
         return TensorInfo(
             spec.name, spec.shape, quant, n_elements, n_bytes, DrawnBytes(quant, std, _seed(spec.name), n_bytes)
         )
@@ -265,7 +331,7 @@ def _kind(name: str) -> str:
 
 def _quant(name: str, mix: Mix, shape: Shape) -> Quant:
     kind = _kind(name)
-    if kind == "output" or (kind == "token_embd" and shape.sliding is not None):
+    if kind == "output" or (kind == "token_embd" and shape.tied):
         return mix.head
     if mix.more is not None and kind in _MORE and _gets_more(int(name.split(".")[1]), shape.blocks):
         return mix.more
@@ -280,6 +346,18 @@ def _gets_more(layer: int, layers: int) -> bool:
 
 def _seed(name: str) -> int:
     return zlib.crc32(name.encode())
+
+
+def _head_norm(rng: np.random.Generator, head_dim: int) -> npt.NDArray[np.float64]:
+    mean: float = _HEAD_NORM * head_dim**-0.25
+    return rng.normal(mean, mean / 10, head_dim)
+
+
+_OF_TWO_SHAPES: Mapping[str, Callable[[np.random.Generator, int], npt.NDArray[np.float64]]] = MappingProxyType({
+    "attn_q_norm": _head_norm,
+    "attn_k_norm": _head_norm,
+    "layer_output_scale": lambda rng, size: rng.normal(1.0, 0.02, size),
+})
 
 
 def _small(spec: TensorSpec, of: Shape) -> npt.NDArray[np.float64]:
@@ -301,8 +379,14 @@ def _small(spec: TensorSpec, of: Shape) -> npt.NDArray[np.float64]:
         return dt if kind == "bias" else -rate / np.log1p(np.exp(dt))
     if kind == _ROUTER:
         return rng.normal(0.0, 1.0 / shape[-1] ** 0.5, shape)
-    if of.sliding is not None and kind in POST_NORMS:
+    if of.two is not None and kind in _OF_TWO_SHAPES:
+        return _OF_TWO_SHAPES[kind](rng, shape[0])
+    if spec.name == DIVISORS:   # a quarter of the pairs turns
+        return np.where(np.arange(shape[0]) < shape[0] // 4, 1.0, 1e30)
+    if spec.name.endswith("ffn_gate_inp.scale"):   # the router's input is divided by sqrt(E)
+        return rng.normal(sqrt(shape[0]), sqrt(shape[0]) / 10, shape)
+    if of.tied and kind in POST_NORMS:
         return rng.normal(_POST_NORM, _POST_NORM / 10, shape)
-    if of.sliding is not None and kind == "output_norm":   # signs keep the head from guessing the token it has read
+    if of.tied and kind == "output_norm":   # signs keep the head from guessing the token it has read
         return rng.choice([-1.0, 1.0], shape) * rng.normal(1.0, 0.1, shape)
     return rng.normal(1.0, 0.1, shape)

@@ -29,6 +29,10 @@ POST_NORMS = ("post_attention_norm", "post_ffw_norm")
 """Names of the norms behind attention and feed-forward, with ``ModelSpec.post_norms``."""
 
 
+PER_LAYER_TABLE = "per_layer_token_embd.weight"
+"""The table of embeddings per layer: rows of it are looked up, never multiplied."""
+
+
 def check_tensors(file: GgufFile, arch: str, table: Iterable[TensorSpec]) -> None:
     """Compare the file with ``table`` before anything is loaded.
 
@@ -66,8 +70,9 @@ def check_tensors(file: GgufFile, arch: str, table: Iterable[TensorSpec]) -> Non
 
 
 def is_matrix(spec: TensorSpec) -> bool:
-    """Whether a tensor is multiplied with rows. The taps of a convolution are two-dimensional too, and are not."""
-    return len(spec.shape) == 2 and not spec.name.endswith("conv1d.weight")
+    """Whether a tensor is multiplied with rows. The taps of a convolution are two-dimensional too, and are not, nor is
+    a table that is no head."""
+    return len(spec.shape) == 2 and not spec.name.endswith(("conv1d.weight", PER_LAYER_TABLE))
 
 
 def layer_of(name: str) -> int:
@@ -159,9 +164,12 @@ class Loader:
     def attention(self, spec: ModelSpec, layer: LayerSpec, rope: Any) -> Attention:
         """The attention part of a layer, with the norms of q and k per head, and behind it, where the arch has them."""
         block = f"blk.{layer.index}"
-        qkv, out = self.part(
-            layer.index, [f"{block}.attn_q", f"{block}.attn_k", f"{block}.attn_v"], [f"{block}.attn_output"]
-        )
+        stems = [f"{block}.attn_q"]
+        if not layer.shares:
+            # Without a matrix of their own, values are the keys before norm and rotary embedding.
+            value = "attn_v" if self.has(f"{block}.attn_v.weight") else "attn_k"
+            stems += [f"{block}.attn_k", f"{block}.{value}"]
+        qkv, out = self.part(layer.index, stems, [f"{block}.attn_output"])
         return Attention(
             layer=layer,
             norm=self.vector(f"{block}.attn_norm.weight"),
@@ -177,8 +185,10 @@ class Loader:
                 rope=rope,
                 eps=spec.rms_eps,
                 q_norm=self._vector_if(f"{block}.attn_q_norm.weight"),
-                k_norm=self._vector_if(f"{block}.attn_k_norm.weight"),
+                k_norm=None if layer.shares else self._vector_if(f"{block}.attn_k_norm.weight"),
                 window=layer.window,
+                v_norm=spec.v_norms,
+                shares=layer.shares,
             ),
             post_norm=self.vector(f"{block}.{POST_NORMS[0]}.weight") if spec.post_norms else None,
         )
@@ -188,7 +198,7 @@ class Loader:
         block = f"blk.{layer.index}"
         if spec.experts is not None:
             return Experts(
-                self.vector(f"{block}.{norm}.weight"), self._experts(spec.experts, block, spec.activation)
+                self.vector(f"{block}.{norm}.weight"), self.experts(spec.experts, block, spec.activation)
             )
         gate_up, down = self.part(layer.index, [f"{block}.ffn_gate", f"{block}.ffn_up"], [f"{block}.ffn_down"])
         return FeedForward(
@@ -199,7 +209,8 @@ class Loader:
             post_norm=self.vector(f"{block}.{POST_NORMS[1]}.weight") if spec.post_norms else None,
         )
 
-    def _experts(self, experts: ExpertSpec, block: str, activation: Activation) -> ExpertWeights:
+    def experts(self, experts: ExpertSpec, block: str, activation: Activation) -> ExpertWeights:
+        """The experts of a block and their router."""
         stems = ("ffn_gate_up",) if experts.joined else ("ffn_gate", "ffn_up")
         shared = experts.n_shared > 0
         return ExpertWeights(
@@ -212,6 +223,10 @@ class Loader:
             shared_down=self.matrix(f"{block}.ffn_down_shexp") if shared else None,
             activation=activation,
         )
+
+    def numbers(self, name: str) -> np.ndarray:
+        """A small tensor as float32 on the host."""
+        return self._device.download(self.vector(name))
 
     def _vector_if(self, name: str) -> Buffer | None:
         return self.vector(name) if self.has(name) else None

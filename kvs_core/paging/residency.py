@@ -46,6 +46,8 @@ class ResidencyConfig:
     sliding_pages     of each layer that sees but a sliding window, pages before the one that is written which a row may
                       see, None: the layer sees everything; () if all do. Such a layer never streams: what its window
                       has passed leaves the device
+    sliding_slots     of a pool that these layers have for themselves, enough for all of them at any context; then
+                      ``page_bytes`` and the pool's slots are those of the others. 0: all share one pool
     """
 
     mode: ResidencyMode
@@ -58,6 +60,7 @@ class ResidencyConfig:
     favoured: int = 0
     window_pages: tuple[int | None, ...] = ()
     sliding_pages: tuple[int | None, ...] = ()
+    sliding_slots: int = 0
 
     def __post_init__(self) -> None:
         assert len(self.sliding_pages) in (0, self.layers), self.sliding_pages
@@ -72,6 +75,14 @@ class ResidencyConfig:
     def slides(self, layer: int) -> bool:
         """Whether the layer sees but a window."""
         return bool(self.sliding_pages) and self.sliding_pages[layer] is not None
+
+    def is_apart(self, layer: int) -> bool:
+        """Whether the layer's pages lie in the pool of those that slide."""
+        return self.sliding_slots > 0 and self.slides(layer)
+
+    def pooled(self, counts: Sequence[int]) -> int:
+        """The sum of a number per layer, over the layers whose pages lie in the pool through which pages stream."""
+        return sum(count for layer, count in enumerate(counts) if not self.is_apart(layer))
 
     def first_pages(self, writable_page: int) -> tuple[int, ...]:
         """By layer, the first page that a step which writes from ``writable_page`` on may see, whole groups; (): 0."""
@@ -175,14 +186,14 @@ def residency_step(config: ResidencyConfig, state: ResidencyState, seen: Observa
     layers, pages = config.layers, seen.pages
     limit = seen.writable_page // GROUP_PAGES * GROUP_PAGES
     firsts = config.first_pages(seen.writable_page)
-    every = layers * pages - sum(firsts)
+    every = config.pooled([pages - first for first in firsts or (0,) * layers])
     # A cut within the head would stream nothing: then there is none.
     cuts = [
         min(cut, limit) if min(cut, limit) > config.head_pages and not config.slides(layer) else 0
         for layer, cut in enumerate(state.cuts)
     ]
     streaming = sum(not config.slides(layer) for layer in range(layers))
-    least = every - streaming * len(config.streamed(limit))
+    least = every - streaming * len(config.streamed(limit))   # what slides streams nothing, wherever it lies
     most_ring = seen.pool_slots - least
     next_state = _feedback(config, state, seen, min(most_ring, seen.pool_slots // _MOST_RING_SHARE))
     next_state = replace(next_state, first_pages=firsts)
@@ -216,7 +227,8 @@ def _window_step(
         cuts.append(cut if cut > config.head_pages else 0)
     streamed = sum(len(config.streamed(cut)) for cut in cuts)
     ring = min(config.ring_slots, streamed)
-    needed = config.layers * seen.pages - sum(state.first_pages) - streamed + ring
+    firsts = state.first_pages or (0,) * config.layers
+    needed = config.pooled([seen.pages - first for first in firsts]) - streamed + ring
     if needed > seen.pool_slots:
         raise _too_small(config, seen, needed)
     return replace(state, cuts=tuple(cuts), ring_slots=ring)
@@ -273,7 +285,8 @@ def _promote(config: ResidencyConfig, cuts: Sequence[int], spare: int) -> list[i
     """Lower cuts while a group and the next page of every layer fit into ``spare`` slots: a pool that grew is used at
     once. Favoured layers come first."""
     cuts = list(cuts)
-    while spare >= GROUP_PAGES + len(cuts):
+    pooled = config.pooled([1] * len(cuts))
+    while spare >= GROUP_PAGES + pooled:
         layer = max(
             range(len(cuts)), key=lambda layer: (cuts[layer] > 0, _is_favoured(config, layer), cuts[layer], layer)
         )

@@ -15,13 +15,16 @@ from kvs_core.device.base import Buffer, Device
 from kvs_core.device.workspace import BufferSpec, Workspace, workspace_bytes
 from kvs_core.errors import DeviceError
 from kvs_core.memory.arena import Arena
-from kvs_core.memory.lease import Lease
+from kvs_core.memory.lease import Lease, View
 from kvs_core.memory.phases import KV_POOL, HandoverOrder, HandoverState, HandoverStep, MemoryPlan, Phase
 from kvs_core.streaming.kv_stream import KvStream
 from kvs_core.streaming.layer_kv import AttentionScratch
 
 WORKSPACE = "workspace"
 """The region of a phase's activations and attention scratch."""
+
+SLIDING_POOL = "sliding_pool"
+"""The region of the pages of layers that slide, where they have a pool of their own: the same in both phases."""
 
 _CLOSED = "the session is closed, what was published to the host history is valid: start again"
 
@@ -131,19 +134,25 @@ class Handover:
             raise
 
     def _bind(self, phase: Phase) -> Layout:
-        regions = [KV_POOL, WORKSPACE]
+        sliding = [region.id for region in self._memory.persistent if region.id == SLIDING_POOL]
+        regions = [KV_POOL, WORKSPACE, *sliding]
         leases = tuple(self._arena.lease(region) for region in regions)
-        pool_view, ws_view = (lease.view for lease in leases)
+        pool_view, ws_view, *others = (lease.view for lease in leases)
         buffers = self._buffers[phase]
         workspace = Workspace(self._device, ws_view.offset, ws_view.size_bytes, buffers.specs)
         page_bytes = self._kv.geometry.page_bytes
-        pool = self._device.arena_view(pool_view.offset, (pool_view.size_bytes // page_bytes, page_bytes), np.uint8)
+        pool = self._slots(pool_view, page_bytes)
+        sliding_pool = self._slots(others[0], self._kv.sliding_page_bytes) if others else None
         scratch = AttentionScratch(
             buffers.group_rows, **{name: workspace[scratch_name(name)] for name in buffers.scratch}
         )
         self._device.bind_scratch(workspace, phase)
-        self._kv.bind(pool, scratch)
+        self._kv.bind(pool, scratch, sliding_pool)
         return Layout(phase, leases, workspace, pool, pool_view.offset, scratch)
+
+    def _slots(self, view: View, page_bytes: int) -> Buffer:
+        """A window on the arena as slots of pages."""
+        return self._device.arena_view(view.offset, (view.size_bytes // page_bytes, page_bytes), np.uint8)
 
 
 def attention_scratch(

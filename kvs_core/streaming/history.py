@@ -19,7 +19,6 @@ from kvs_core.device.base import Buffer, Device
 from kvs_core.device.pageable import PageableBytes, pageable_bytes
 from kvs_core.device.shortage import pinning_advice_here, ram_left
 from kvs_core.errors import DeviceError, DeviceMemoryError
-from kvs_core.paging.geometry import PageGeometry
 from kvs_core.paging.schedule import Run
 from kvs_core.paging.slabs import slab, slab_of
 from kvs_core.units import MIB
@@ -32,7 +31,7 @@ class ParkedHistory:
     """The published pages of ``tokens`` tokens, per layer the slabs that hold them, while no cache uses them."""
 
     tokens: int
-    page_bytes: int
+    page_bytes: tuple[int, ...]   # by layer
     slabs: tuple[tuple[np.ndarray, ...], ...]
 
     @property
@@ -42,11 +41,11 @@ class ParkedHistory:
 
     def page(self, layer: int, page: int) -> np.ndarray:
         """The bytes of one page, uint8 [page_bytes]."""
-        return _pages_of(self.slabs[layer], page, 1, self.page_bytes)
+        return _pages_of(self.slabs[layer], page, 1, self.page_bytes[layer])
 
 
 class HostHistory:
-    """Pages of ``layers`` attention layers, up to ``capacity_pages`` each.
+    """Pages of attention layers, up to ``capacity_pages`` of each, by layer of ``page_bytes``.
 
     What has been published into it stays valid whatever happens on the device.
 
@@ -54,10 +53,11 @@ class HostHistory:
     has_pageable  some slab is not pinned
     """
 
-    def __init__(self, device: Device, geometry: PageGeometry, layers: int, capacity_pages: int) -> None:
+    def __init__(self, device: Device, page_bytes: Sequence[int], capacity_pages: int) -> None:
         self._device = device
-        self._geometry = geometry
+        self._page_bytes = tuple(page_bytes)
         self._capacity_pages = capacity_pages
+        layers = len(self._page_bytes)
         self._slabs: list[list[np.ndarray]] = [[] for _ in range(layers)]
         self._helper = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvs-pin")
         self._ahead: list[Future[np.ndarray] | None] = [None] * layers
@@ -89,15 +89,15 @@ class HostHistory:
         if pages - last.first_page > last.pages // 2 and slab(ahead).first_page < self._capacity_pages:
             for layer in range(len(self._slabs)):
                 if self._ahead[layer] is None and len(self._slabs[layer]) == ahead:
-                    self._ahead[layer] = self._helper.submit(self._allocate, ahead)
+                    self._ahead[layer] = self._helper.submit(self._allocate, layer, ahead)
 
     def page(self, layer: int, page: int) -> Buffer:
         """The bytes of one page, uint8 [page_bytes]."""
         return self._range(layer, page, 1)
 
-    def run(self, run: Run) -> Buffer:
-        """The bytes of a run's pages, uint8 [pages * page_bytes]: one contiguous piece of one slab."""
-        return self._range(run.layer, run.first_page, run.pages)
+    def run(self, layer: int, run: Run) -> Buffer:
+        """A layer's bytes of a run's pages, uint8 [pages * page_bytes]: one contiguous piece of one slab."""
+        return self._range(layer, run.first_page, run.pages)
 
     def bytes_of(self, pages: int) -> int:
         """Bytes that ``hand_over`` would give away."""
@@ -107,7 +107,7 @@ class HostHistory:
         """Give away the memory of pages [0, pages), which hold ``tokens`` tokens, and be empty. Nothing is copied."""
         given = tuple(tuple(slabs[: _slabs_for(pages)]) for slabs in self._slabs)
         self._let_go()
-        return ParkedHistory(tokens, self._geometry.page_bytes, given)
+        return ParkedHistory(tokens, self._page_bytes, given)
 
     def adopt(self, parked: ParkedHistory) -> None:
         """Be what was handed over, in the same memory; ``parked`` is not to be used any more."""
@@ -121,7 +121,7 @@ class HostHistory:
         self._slabs = [[] for _ in self._slabs]
 
     def _range(self, layer: int, first_page: int, pages: int) -> Buffer:
-        return _pages_of(self._slabs[layer], first_page, pages, self._geometry.page_bytes)
+        return _pages_of(self._slabs[layer], first_page, pages, self._page_bytes[layer])
 
     def _let_go(self) -> None:
         for future in self._ahead:
@@ -139,13 +139,13 @@ class HostHistory:
                 return future.result()
         while True:
             try:
-                return self._allocate(index, pinned=not self.has_pageable)
+                return self._allocate(layer, index, pinned=not self.has_pageable)
             except DeviceError:
                 if self.reclaim():
                     continue
                 if self._device.is_host or self.has_pageable:
                     raise
-            memory = self._allocate(index, pinned=False)
+            memory = self._allocate(layer, index, pinned=False)
             if not self._warned:
                 self._warned = True
                 LOGGER.warning("%.0f MiB of KV history are pinned, no more can be: the rest is copied more slowly; %s",
@@ -153,10 +153,10 @@ class HostHistory:
             self.has_pageable = True
             return memory
 
-    def _allocate(self, index: int, *, pinned: bool = True) -> np.ndarray:
+    def _allocate(self, layer: int, index: int, *, pinned: bool = True) -> np.ndarray:
         where = slab(index)
         pages = min(where.pages, self._capacity_pages - where.first_page)
-        size = pages * self._geometry.page_bytes
+        size = pages * self._page_bytes[layer]
         try:
             return self._device.allocate_pinned(size) if pinned else pageable_bytes(size, "the KV history")
         except (DeviceError, MemoryError) as error:

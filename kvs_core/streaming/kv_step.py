@@ -19,11 +19,14 @@ from kvs_core.streaming.streamer import Streamer
 class StepOwner(Protocol):
     """What a step asks of the ``KvStream`` it belongs to."""
 
-    geometry: PageGeometry
+    geometries: tuple[PageGeometry, ...]
     layers: int
+    reads: tuple[int, ...]
     streamer: Streamer
     plans: StepPlans
     watch: PrefillWatch | None
+
+    def pool_of(self, layer: int) -> Buffer: ...
 
     def wait_layer(self, layer: int) -> None: ...
 
@@ -40,21 +43,20 @@ class StepOwner(Protocol):
 
 
 class KvStep:
-    """One open step of ``reserved`` rows. ``layer(i)`` lends the KV of attention layer i.
+    """One open step of ``reserved`` rows. ``layer(i)`` lends the KV that its attention number i reads: that of layer i,
+    unless layers share.
 
     begin ─> drafting: any number of single rows, each behind the last, in any layers
           ─> running: rows 0 .. T - 1 in every layer, in order, each once; they replace what was drafted
     """
 
     def __init__(
-        self, kv: StepOwner, device: Device, first_position: int, rows: int, phase: Phase, pool: Buffer,
-        scratch: AttentionScratch,
+        self, kv: StepOwner, device: Device, first_position: int, rows: int, phase: Phase, scratch: AttentionScratch
     ) -> None:
         self.first_position = first_position
         self.reserved = self.rows = rows
         self._drafting = False
         self.phase = phase
-        self.pool = pool
         self.scratch = scratch
         self.tile_scratch: Sequence[AttentionScratch] = ()
         self._tile_groups = 0
@@ -90,10 +92,11 @@ class KvStep:
         self.run(rows)
         self.tile_scratch, self._tile_groups = scratch, groups
 
-    def layer(self, layer: int) -> LayerKv:
-        """The KV of one attention layer, for this step."""
+    def layer(self, read: int) -> LayerKv:
+        """The KV of one attention, for this step."""
         assert self._open, "the step is over"
-        return LayerKv(self._device, self._kv.geometry, self._kv.streamer, self, layer, self._kv.watch)
+        kv, layer = self._kv, self._kv.reads[read]
+        return LayerKv(self._device, kv.geometries[layer], kv.pool_of(layer), kv.streamer, self, read, kv.watch)
 
     def settle(self, keep: int) -> None:
         """Commit the first ``keep`` rows, drop the rest, and close the step."""
@@ -104,13 +107,13 @@ class KvStep:
 
     # For LayerKv.
 
-    def plan(self, layer: int) -> LoadedPlan:
-        """What attention of a layer reads, in pages that the compute stream has been told to wait for."""
-        self._kv.wait_layer(layer)
+    def plan(self, read: int) -> LoadedPlan:
+        """What an attention reads, in pages that the compute stream has been told to wait for."""
+        self._kv.wait_layer(self._kv.reads[read])
         if self.tile_scratch:
-            return self._kv.plans.of_tiles(layer, self._tile_groups)
+            return self._kv.plans.of_tiles(read, self._tile_groups)
         plans = self._kv.plans
-        return plans.of_draft(layer) if self._drafting else plans.of_step(layer, self.rows, self.phase)
+        return plans.of_draft(read) if self._drafting else plans.of_step(read, self.rows, self.phase)
 
     def signature(self, layers: range | None = None) -> Hashable:
         """What captured work for this step depends on beside its width: equal signatures move and read the same bytes.

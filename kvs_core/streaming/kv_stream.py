@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from operator import mul
 
 import numpy as np
 
@@ -21,13 +22,14 @@ from kvs_core.memory.phases import Phase
 from kvs_core.paging.cache import LogicalCache
 from kvs_core.paging.geometry import GROUP_PAGES, PageGeometry
 from kvs_core.paging.residency import Observation, ResidencyConfig, ResidencyState, residency_step
-from kvs_core.paging.slots import PageId, PageTable
+from kvs_core.paging.slots import PageId
 from kvs_core.paging.spans import Chunk
 from kvs_core.streaming.history import HostHistory, ParkedHistory
 from kvs_core.streaming.kv_step import KvStep
 from kvs_core.streaming.layer_kv import AttentionScratch, PrefillWatch
 from kvs_core.streaming.pace import Advice, Pace
 from kvs_core.streaming.plans import Lie, StepPlans
+from kvs_core.streaming.pools import Pools
 from kvs_core.streaming.publisher import Publisher
 from kvs_core.streaming.streamer import Streamer
 
@@ -37,12 +39,17 @@ _NO_SLOT = 0        # of a page that no row sees
 
 @dataclass(frozen=True, slots=True)
 class KvStats:
-    """Where the pages are now, and what has happened since the start."""
+    """Where the pages are now, and what has happened since the start.
+
+    pool_pages, resident_pages  of both pools, where layers that slide have one of their own
+    streamed_pages_per_step     as often as attention reads them
+    """
 
     pool_pages: int
     resident_pages: int
     ring_slots: int
     active_pages: int
+    active_bytes: int
     streamed_pages_per_step: int
     repartitions: int
     history_bytes: int
@@ -79,28 +86,37 @@ class _Gap:
 
 
 class KvStream:
-    """The KV of one cache: its pages in the pool of the arena, its history, and the copies between them."""
+    """The KV of one cache: its pages in the pools of the arena, its history, and the copies between them."""
 
     def __init__(
         self, device: Device, geometry: PageGeometry, config: ResidencyConfig, capacity_tokens: int, *,
-        other_bytes: int = 0,
+        sliding: PageGeometry | None = None, reads: Sequence[int] = (), other_bytes: int = 0,
     ) -> None:
-        """``other_bytes``: what each step moves to the device beside pages."""
+        """
+        geometry     of the pages that may stream
+        sliding      of those of the layers that slide, where the policy says that they have a pool of their own
+        reads        the layer whose pages each attention of a step reads, in order; (): each layer's own
+        other_bytes  what each step moves to the device beside pages
+        """
         self.geometry = geometry
         self.layers = config.layers
+        self.reads = tuple(reads) or tuple(range(config.layers))
+        self.geometries = tuple(
+            sliding if sliding is not None and config.is_apart(layer) else geometry for layer in range(config.layers)
+        )
         self.cache = LogicalCache(capacity_tokens)
         self._device = device
         self._config = config
         self._state = ResidencyState(cuts=(0,) * config.layers)
         self._pages = 0                                      # pages per layer that exist, resident or streamed
-        self._table = PageTable(0)
-        self._history = HostHistory(device, geometry, config.layers, geometry.pages_of(capacity_tokens))
+        self._pools = Pools([config.is_apart(layer) for layer in range(config.layers)])
+        self._page_bytes = tuple(each.page_bytes for each in self.geometries)
+        self._history = HostHistory(device, self._page_bytes, geometry.pages_of(capacity_tokens))
         self._publisher = Publisher(device, self.cache, self._history)
-        self.streamer = Streamer(device, self._history, self._slots_view)
+        self.streamer = Streamer(device, self._history, self._pools.view, reads)
         self._promoted: dict[PageId, Fence] = {}             # resident pages whose bytes are still on their way
-        self._pool: Buffer | None = None
         self._scratch = AttentionScratch()
-        self.plans = StepPlans(device, self, config.layers)
+        self.plans = StepPlans(device, self, len(self.reads))
         self.watch: PrefillWatch | None = None               # only where attention itself is measured
         self._step: KvStep | None = None
         self._repartitions = 0
@@ -113,21 +129,21 @@ class KvStream:
 
     # Layout: called at start and by a hand-over, between steps.
 
-    def bind(self, pool: Buffer, scratch: AttentionScratch) -> None:
-        """Use this pool, uint8 [slots, page_bytes], and this scratch from now on. Resident pages lie in both pools."""
-        self._pool = pool
+    def bind(self, pool: Buffer, scratch: AttentionScratch, sliding_pool: Buffer | None = None) -> None:
+        """Use this pool, uint8 [slots, page_bytes], and this scratch from now on, and this pool for the layers that
+        slide, where they have one. Pages that are resident lie in the old memory and in the new one."""
         self._scratch = scratch
         self.plans.bind(scratch.group_rows)
-        self._table.resize(ring_slots=self._table.ring_slots, pool_slots=pool.shape[0])
+        self._pools.bind(pool, sliding_pool)
 
     def unbind(self) -> None:
-        """The pool is gone: no step begins from now on. The history stays."""
-        self._pool = None
+        """The pools are gone: no step begins from now on. The history stays."""
+        self._pools.unbind()
 
     def vacate(self, pool_slots: int) -> None:
         """For a hand-over, empty the slots from ``pool_slots`` on: oldest groups become streamed, the rest moves."""
         assert self._step is None
-        if pool_slots >= self._table.pool_slots:
+        if pool_slots >= self._pools.shared.pool_slots:
             return
         self._publish_full()
         decision = self._decide(pool_slots, self.cache.committed, self._pages, starved=False)
@@ -135,7 +151,7 @@ class KvStream:
 
     def can_lend(self, slots: int, rows: int) -> bool:
         """Whether a decode step of ``rows`` rows would run with that many slots fewer: at most half of the pool."""
-        committed, pool_slots = self.cache.committed, self._pool_slots
+        committed, pool_slots = self.cache.committed, self._pools.slots
         if slots * _MOST_LENT > pool_slots or committed + rows > self.cache.capacity_tokens:
             return False
         try:
@@ -147,28 +163,27 @@ class KvStream:
     def lend(self, slots: int) -> int:
         """Empty the last ``slots`` slots of the pool for other use, oldest pages first, until ``end_loan`` or a
         hand-over; returns the first of them. Between steps, and only what ``can_lend``."""
-        first = self._pool_slots - slots
+        first = self._pools.slots - slots
         self.vacate(first)   # nothing, if as many are lent already
         return first
+
+    @property
+    def lent_slots(self) -> int:
+        """Slots that are lent."""
+        return self._pools.slots - self._pools.shared.pool_slots
 
     def end_loan(self) -> None:
         """The whole pool holds pages again, as far as the next step wants it. Between steps."""
         assert self._step is None
-        lent = self._pool_slots - self._table.pool_slots
-        if lent > 0:
-            self._device.discard(self._slots_view(self._table.pool_slots, lent))
-            self._table.resize(ring_slots=self._table.ring_slots, pool_slots=self._pool_slots)
+        table = self._pools.shared
+        if self.lent_slots > 0:
+            self._device.discard(self._pools.view(table.pool_slots, self.lent_slots))
+            table.resize(ring_slots=table.ring_slots, pool_slots=self._pools.slots)
 
     @property
     def _firsts(self) -> Sequence[int]:
         """Of each layer, the first page that anybody reads, but none behind those that exist."""
         return [min(first, self._pages) for first in self._state.first_pages or (0,) * self.layers]
-
-    @property
-    def _pool_slots(self) -> int:
-        """Slots of the pool, those that are lent included."""
-        assert self._pool is not None, "no layout is bound"
-        return int(self._pool.shape[0])
 
     def drain(self) -> None:
         """Publish what is dirty and block until every stream is empty."""
@@ -190,7 +205,7 @@ class KvStream:
     def begin(self, rows: int, phase: Phase) -> KvStep:
         """Open a step of rows behind the committed ones. ``ContextError``, ``BudgetError`` or ``DeviceError``."""
         assert self._step is None, "a step is open"
-        assert self._pool is not None, "no layout is bound"
+        assert self._pools.is_bound, "no layout is bound"
         positions = self.cache.reserve(rows)
         self._phase = phase
         try:
@@ -198,7 +213,7 @@ class KvStream:
             self._publish_full()   # nothing to do, unless a publication failed before
             pages = self.geometry.pages_of(positions.stop)
             self._history.ensure(pages)
-            pool_slots = self._table.pool_slots
+            pool_slots = self._pools.shared.pool_slots
             decision = self._decide(pool_slots, positions.start, pages, starved=self.streamer.take_starved())
             if decision.ring_bonus < self._state.ring_bonus or not decision.ring_bonus:
                 self._in_vain = False
@@ -207,7 +222,7 @@ class KvStream:
         except BaseException:
             self.abandon()
             raise
-        self._step = KvStep(self, self._device, positions.start, rows, phase, self._pool, self._scratch)
+        self._step = KvStep(self, self._device, positions.start, rows, phase, self._scratch)
         return self._step
 
     def truncate(self, tokens: int) -> None:
@@ -261,17 +276,25 @@ class KvStream:
         """Pinned bytes that ``park`` would give away now."""
         return self._history.bytes_of(self.geometry.pages_of(self.cache.committed))
 
+    @property
+    def sliding_page_bytes(self) -> int:
+        """Bytes of a page of the layers that slide."""
+        return max(size for layer, size in enumerate(self._page_bytes) if self._config.slides(layer))
+
     def reclaim_with(self, reclaim: Callable[[], bool]) -> None:
         """Where the history finds no memory: see ``HostHistory``."""
         self._history.reclaim = reclaim
 
     def stats(self) -> KvStats:
         """A snapshot."""
+        shared, own = self._pools.shared, self._pools.own
+        active = [self._pages - first for first in self._firsts]
         return KvStats(
-            pool_pages=self._table.pool_slots,
-            resident_pages=len(self._table),
-            ring_slots=self._table.ring_slots,
-            active_pages=self._pages * self.layers - sum(self._firsts),
+            pool_pages=shared.pool_slots + own.pool_slots,
+            resident_pages=len(self._pools),
+            ring_slots=shared.ring_slots,
+            active_pages=sum(active),
+            active_bytes=sum(map(mul, active, self._page_bytes)),
             streamed_pages_per_step=self.streamer.schedule.streamed_pages,
             repartitions=self._repartitions,
             history_bytes=self._history.size_bytes,
@@ -282,13 +305,13 @@ class KvStream:
         """Where every page is, by layer. Between steps; costs as much as there are layers and runs in the ring."""
         ahead: list[list[range]] = [[] for _ in range(self.layers)]
         for run in self.streamer.in_ring:
-            ahead[run.layer].append(run.page_range)
+            ahead[self.reads[run.layer]].append(run.page_range)
         made = []
         for first, cut, runs in zip(self._firsts, self._state.cuts, ahead, strict=True):
             # What was taken up from elsewhere comes to the device with the next step.
-            going = self._config.streamed(min(cut, self._pages)) if len(self._table) else range(first, self._pages)
+            going = self._config.streamed(min(cut, self._pages)) if len(self._pools) else range(first, self._pages)
             inside = [range(max(run.start, going.start), min(run.stop, going.stop)) for run in runs]
-            ring = tuple(sorted(filter(None, inside), key=lambda run: run.start))
+            ring = tuple(sorted(set(filter(None, inside)), key=lambda run: run.start))
             made.append(LayerPlaces(self._pages, going, ring, first))
         return made
 
@@ -323,16 +346,21 @@ class KvStream:
             return True
         return all(map(self._history.is_pinned, self.streamer.schedule.runs))
 
-    def lie(self, layer: int) -> Lie:
+    def pool_of(self, layer: int) -> Buffer:
+        return self._pools.memory(layer)
+
+    def lie(self, read: int) -> Lie:
         """For ``StepPlans``."""
+        layer = self.reads[read]
+        table = self._pools.table(layer)
         streamed = self._config.streamed(self._state.cuts[layer])
         schedule = self.streamer.schedule
-        runs, batches = (schedule.by_layer[layer], schedule.batches(layer)) if schedule.runs else ((), ())
+        runs, batches = (schedule.by_layer[read], schedule.batches(read)) if schedule.runs else ((), ())
         first = self._firsts[layer]
         newest = range(max(first, streamed.stop), self._pages)
-        slots = [_NO_SLOT] * first + self._table.slots_of(layer, range(streamed.start))
+        slots = [_NO_SLOT] * first + table.slots_of(layer, range(streamed.start))
         slots += [slot for run in runs for slot in run.slots]
-        slots += self._table.slots_of(layer, newest)
+        slots += table.slots_of(layer, newest)
         chunks = [Chunk(run.page_range, run, batch) for run, batch in zip(runs, batches, strict=True)]
         if streamed.start > 0:
             chunks.insert(0, Chunk(range(streamed.start)))
@@ -357,7 +385,7 @@ class KvStream:
         moved = self.streamer.schedule.streamed_pages * self.geometry.page_bytes
         if moved == 0:
             # While the link is busy with other things no slot is missing.
-            gap_s = max(0.0, step_s - self._other_s) / self.layers
+            gap_s = max(0.0, step_s - self._other_s) / len(self.reads)
             self._gaps[Phase.DECODE] = _Gap(gap_s, gap_s)
         advice = self._pace.observe(step_s, moved)
         if advice is Advice.GROW:
@@ -391,18 +419,19 @@ class KvStream:
         if state.first_pages != self._state.first_pages:
             self.plans.forget()
             self._drop_passed(state.first_pages)
-        if self._scheduled != (state.cuts, state.ring_slots) or pool_slots != self._table.pool_slots:
+        if self._scheduled != (state.cuts, state.ring_slots) or pool_slots != self._pools.shared.pool_slots:
             self._scheduled = None
+            table = self._pools.shared
             self.plans.rescheduled()
             self._evict(state.cuts)
-            if state.ring_slots <= self._table.ring_slots:
+            if state.ring_slots <= table.ring_slots:
                 self._replan(state)
-                self._table.resize(ring_slots=state.ring_slots, pool_slots=self._table.pool_slots)
+                table.resize(ring_slots=state.ring_slots, pool_slots=table.pool_slots)
                 self._clear_the_way(state.ring_slots, pool_slots)
-                self._table.resize(ring_slots=state.ring_slots, pool_slots=pool_slots)
+                table.resize(ring_slots=state.ring_slots, pool_slots=pool_slots)
             else:
                 self._clear_the_way(state.ring_slots, pool_slots)
-                self._table.resize(ring_slots=state.ring_slots, pool_slots=pool_slots)
+                table.resize(ring_slots=state.ring_slots, pool_slots=pool_slots)
                 self._replan(state)
             self._scheduled = (state.cuts, state.ring_slots)
             self._repartitions += 1
@@ -412,7 +441,7 @@ class KvStream:
 
     def _replan(self, state: ResidencyState) -> None:
         self.streamer.replan(
-            [self._config.streamed(cut) for cut in state.cuts],
+            [self._config.streamed(state.cuts[layer]) for layer in self.reads],
             ring_slots=state.ring_slots,
             run_pages=self._config.run_pages_in(state.ring_slots),
         )
@@ -420,11 +449,11 @@ class KvStream:
     def _evict(self, cuts: Sequence[int]) -> None:
         """Pages that are to be streamed give their slots back; their bytes are in the history."""
         streamed = [self._config.streamed(cut) for cut in cuts]
-        self._send_away([page for page in self._table if page.page in streamed[page.layer]])
+        self._send_away([page for page in self._pools if page.page in streamed[page.layer]])
 
     def _drop_passed(self, firsts: Sequence[int]) -> None:
         """The same for pages that sliding windows have passed."""
-        self._send_away([page for page in self._table if page.page < firsts[page.layer]])
+        self._send_away([page for page in self._pools if page.page < firsts[page.layer]])
 
     def _send_away(self, going: Sequence[PageId]) -> None:
         if going:
@@ -434,40 +463,42 @@ class KvStream:
 
     def _clear_the_way(self, ring_slots: int, pool_slots: int) -> None:
         """Move resident pages out of slots that the ring takes or the pool gives up."""
-        moving = self._table.in_the_way(ring_slots=ring_slots, pool_slots=pool_slots)
+        table = self._pools.shared
+        moving = table.in_the_way(ring_slots=ring_slots, pool_slots=pool_slots)
         if moving:
             self._publisher.wait_all()
-        targets = self._table.free_slots(range(max(ring_slots, self._table.ring_slots), pool_slots))
+        targets = table.free_slots(range(max(ring_slots, table.ring_slots), pool_slots))
         assert len(moving) <= len(targets), "the policy kept more pages than fit"
         for page in moving:
             # On the compute stream: behind all that has read the target and, once awaited, what filled the source.
             self._wait_promoted(page)
             target = targets.pop()
-            source = self._slots_view(self._table.slot_of(page), 1)
-            self._device.enqueue_copy(self._slots_view(target, 1), source, self._device.compute)
-            self._table.move_to(page, target)
+            source = self._pools.bytes_of(page)
+            self._device.enqueue_copy(self._pools.view(target, 1), source, self._device.compute)
+            table.move_to(page, target)
             self._device.discard(source)
 
     def _promote(self) -> None:
         """Streamed pages at or above their layer's cut come back to stay; a layer waits for its own before use."""
         streamed = [self._config.streamed(cut) for cut in self._state.cuts]
-        if len(self._table) == self._pages * self.layers - sum(map(len, streamed)) - sum(self._firsts):
+        if len(self._pools) == self._pages * self.layers - sum(map(len, streamed)) - sum(self._firsts):
             return
         back = [
             PageId(layer, page)
             for layer, (pages, first) in enumerate(zip(streamed, self._firsts, strict=True))
             for page in (*range(pages.start), *range(max(first, pages.stop), self._pages))
-            if not self._table.holds(PageId(layer, page))
+            if not self._pools.holds(PageId(layer, page))
         ]
         self._device.copy.wait(self._device.compute.record())
         for page in back:
-            view = self._slots_view(self._table.assign(page), 1)
+            self._pools.assign(page)
             try:
+                view = self._pools.bytes_of(page)
                 self._device.enqueue_copy(view, self._history.page(page.layer, page.page), self._device.copy)
                 self._promoted[page] = self._device.copy.record()
-                self.streamer.moved[page.layer] += self.geometry.page_bytes
+                self.streamer.moved[page.layer] += self._page_bytes[page.layer]
             except BaseException:
-                self._table.release(page)   # a page in the table is one whose bytes are there, or on their way
+                self._pools.release(page)   # a page in the table is one whose bytes are there, or on their way
                 raise
 
     def _grow(self, pages: int) -> None:
@@ -478,8 +509,8 @@ class KvStream:
         first, self._pages = self._pages, pages
         for page in range(first, pages):
             for layer in range(self.layers):
-                slot = self._table.assign(PageId(layer, page))
-                self._device.ops.zero_page(self._pool, self.geometry, slot)
+                slot = self._pools.assign(PageId(layer, page))
+                self._device.ops.zero_page(self._pools.memory(layer), self.geometries[layer], slot)
 
     def _forget_ring(self) -> None:
         """The history will be another: what was copied ahead is of no use, and where copies come from changes."""
@@ -492,12 +523,12 @@ class KvStream:
             return
         self.plans.forget()
         self._pages = pages
-        for page in [page for page in self._table if page.page >= pages]:
+        for page in [page for page in self._pools if page.page >= pages]:
             self._release(page)
 
     def _release(self, page: PageId) -> None:
         self._wait_promoted(page)
-        self._device.discard(self._slots_view(self._table.release(page), 1))
+        self._device.discard(self._pools.release(page))
 
     def _wait_promoted(self, page: PageId) -> None:
         fence = self._promoted.get(page)
@@ -514,9 +545,4 @@ class KvStream:
 
     def _publish(self, pages: range, tokens: int) -> None:
         ids = [PageId(layer, page) for page in pages for layer in range(self.layers)]
-        views = [self._slots_view(self._table.slot_of(page), 1) for page in ids]
-        self._publisher.enqueue(list(zip(ids, views, strict=True)), tokens)
-
-    def _slots_view(self, first_slot: int, slots: int) -> Buffer:
-        assert self._pool is not None
-        return self._pool[first_slot : first_slot + slots].reshape(-1)
+        self._publisher.enqueue([(page, self._pools.bytes_of(page)) for page in ids], tokens)

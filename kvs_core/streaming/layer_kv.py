@@ -64,7 +64,6 @@ class OpenStep(Protocol):
     first_position: int
     rows: int
     phase: Phase
-    pool: Buffer
     scratch: AttentionScratch
     tile_scratch: Sequence[AttentionScratch]
 
@@ -76,14 +75,16 @@ class OpenStep(Protocol):
 
 
 class LayerKv:
-    """One attention layer's KV during one step. Used once."""
+    """One attention's KV during one step. Used once."""
 
     def __init__(
-        self, device: Device, geometry: PageGeometry, streamer: Streamer, step: OpenStep, layer: int,
+        self, device: Device, geometry: PageGeometry, pool: Buffer, streamer: Streamer, step: OpenStep, layer: int,
         watch: PrefillWatch | None = None,
     ) -> None:
+        """``layer``: the number of the attention in its step, a layer's own unless layers share."""
         self._ops = device.ops
         self._geometry = geometry
+        self._pool = pool
         self._streamer = streamer
         self._step = step
         self._layer = layer
@@ -114,13 +115,13 @@ class LayerKv:
 
     def _write(self, rows: AttentionRows, params: AttentionParams, planned: LoadedPlan) -> None:
         step = self._step
-        self._ops.write_kv(rows.y, params, rows.q, step.pool, self._geometry, planned.loaded, phase=step.phase)
+        self._ops.write_kv(rows.y, params, rows.q, self._pool, self._geometry, planned.loaded, phase=step.phase)
 
     def _attend_decode(
         self, tiles: Sequence[AttentionRows], scratch: Sequence[AttentionScratch], params: AttentionParams,
         planned: LoadedPlan, turn: Turn,
     ) -> None:
-        ops, step, geometry = self._ops, self._step, self._geometry
+        ops, geometry = self._ops, self._geometry
         width = geometry.v_dim + 2
         groups = [cut(own.groups, len(rows.out), params.heads, width) for own, rows in zip(scratch, tiles, strict=True)]
         segments = [
@@ -131,7 +132,7 @@ class LayerKv:
                 self._streamer.acquire(run)
             for tile, rows in enumerate(tiles):
                 turn(tile)
-                ops.attend_decode(rows.q, params, step.pool, geometry, planned.loaded, number, groups[tile])
+                ops.attend_decode(rows.q, params, self._pool, geometry, planned.loaded, number, groups[tile])
             for run in call.runs if call.last else ():
                 self._streamer.release(run)
             if call.folds:
@@ -153,10 +154,10 @@ class LayerKv:
             if chunk.run is not None:
                 self._streamer.acquire(chunk.run)
             ops.attend_prefill(
-                rows.q, params, step.pool, geometry, planned.loaded, chunk.pages, running, fresh=number == 0
+                rows.q, params, self._pool, geometry, planned.loaded, chunk.pages, running, fresh=number == 0
             )
             if watch is not None:
-                watch.attended(rows.q, params, step.pool, geometry, planned.loaded, chunk.pages)
+                watch.attended(rows.q, params, self._pool, geometry, planned.loaded, chunk.pages)
             if chunk.run is not None:
                 self._streamer.release(chunk.run)
         if watch is not None:

@@ -43,9 +43,13 @@ class Streamer:
                                   waited for it; a pause before the first run of a step does not count
     """
 
-    def __init__(self, device: Device, history: HostHistory, pool_view: Callable[[int, int], Buffer]) -> None:
+    def __init__(
+        self, device: Device, history: HostHistory, pool_view: Callable[[int, int], Buffer], reads: Sequence[int] = ()
+    ) -> None:
+        """``reads``: the layer that each attention of a step reads, where that is not its own."""
         self._device = device
         self._history = history
+        self._reads = tuple(reads)
         self._pool_view = pool_view
         self._schedule = PrefetchSchedule((), 0, (), ())
         self._ring = Ring(0)
@@ -111,9 +115,10 @@ class Streamer:
             if not self._ring.all_empty(run.slots):
                 return
             self._wait_for_readers(run)
-            source = self._history.run(run)
+            layer = self._reads[run.layer] if self._reads else run.layer
+            source = self._history.run(layer, run)
             self._device.enqueue_copy(self._pool_view(run.first_slot, run.pages), source, self._device.copy)
-            self.moved[run.layer] += source.nbytes
+            self.moved[layer] += source.nbytes
             self._in_ring.append(_InRing(run, self._device.copy.record()))
             self._ring.move(run.slots, SlotState.FILLING)
             self._next_fetch = (self._next_fetch + 1) % len(runs)

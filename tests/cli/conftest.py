@@ -13,7 +13,13 @@ import pytest
 from kvs_cli import app
 from kvs_core.formats.gguf import GgufFile
 from kvs_core.formats.tokenizer import Tokenizer
-from tests.support.tiny_gguf import write_tiny_gemma3, write_tiny_llama, write_tiny_qwen35
+from tests.support.tiny_gguf import (
+    Gemma4,
+    write_tiny_gemma3,
+    write_tiny_gemma4,
+    write_tiny_llama,
+    write_tiny_qwen35,
+)
 
 GREEDY = ("--temp", "0")
 
@@ -77,6 +83,12 @@ def tiny_qwen35(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """4 attention layers; a BOS in front of every text."""
     return write_tiny_llama(tmp_path_factory.mktemp("tiny") / "llama.gguf", seed=2, pre="llama-bpe")
+
+
+@pytest.fixture(scope="session")
+def tiny_gemma4(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """5 attention layers, three of which see 80 tokens; the last two have no keys and values of their own."""
+    return write_tiny_gemma4(tmp_path_factory.mktemp("tiny") / "gemma4.gguf", seed=1, more=Gemma4(shared=2))
 
 
 @pytest.fixture(scope="session")

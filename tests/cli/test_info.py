@@ -53,7 +53,7 @@ def test_experts_are_told(kvs: Kvs, tmp_path: Path, tiny_qwen35: Path) -> None:
 
 @pytest.mark.parametrize("flags", [(), ("--kv-stream-arena-mib", "1"), ("--kv-stream-pool-mib", "1"),
                                    ("--kv-residency-mode", "resident")], ids=lambda flags: " ".join(flags))
-@pytest.mark.parametrize("arch", ["tiny_gemma3", "tiny_llama", "tiny_qwen35"])
+@pytest.mark.parametrize("arch", ["tiny_gemma3", "tiny_gemma4", "tiny_llama", "tiny_qwen35"])
 def test_the_plan_is_what_the_engine_does(
     kvs: Kvs, request: pytest.FixtureRequest, arch: str, flags: tuple[str, ...]
 ) -> None:
@@ -164,6 +164,26 @@ def test_layers_that_see_a_window_are_told_apart(kvs: Kvs, tiny_gemma3: Path) ->
     out = kvs("info", "-m", tiny_gemma3, *SMALL, "--kv-stream-arena-mib", "1").out
     for words in ("  2 last 80 tokens  4 query heads on 2 KV heads, heads of 64\n", "  2 full ",
                   "last 80 tokens, 208 bytes of KV per token; 4 pages resident, 0 streamed\n"):
+        assert words in out, out
+
+
+def test_two_shapes_of_pages_and_who_reads_whose(kvs: Kvs, tiny_gemma4: Path) -> None:
+    """Bytes of both, the slots of both pools, and the layer whose keys and values another one reads."""
+    facts = info(kvs, tiny_gemma4, *SMALL, "-c", "16384", "--kv-stream-arena-mib", "2")
+    kv, plan = facts["kv"], facts["plan"]
+    sliding, full = 4 * (68 + 36), 136 + 72   # q8_0 and q4_0: 34 and 18 bytes per 32 values
+    assert (kv["page_bytes"], kv["sliding_page_bytes"]) == (32 * full, 32 * sliding)
+    assert (kv["layers"], kv["token_bytes"]) == (3, 2 * sliding + full)
+    assert [layer["reads_layer"] for layer in plan["layers"]] == [None, None, None, 1, 2]
+    assert [layer["kv_token_bytes"] for layer in plan["layers"]] == [sliding, sliding, full, 0, 0]
+    assert plan["history_bytes"] == plan["pages"] // 3 * 32 * kv["token_bytes"]
+    assert plan["phases"]["prefill"]["sliding_pool_slots"] == plan["phases"]["decode"]["sliding_pool_slots"] > 0
+    streamed = plan["layers"][2]["streamed_pages"]
+    assert plan["streamed_pages_per_step"] == 2 * streamed > 0   # both layers that read them
+    assert plan["streamed_bytes_per_step"] == 2 * streamed * kv["page_bytes"]
+    out = kvs("info", "-m", tiny_gemma4, *SMALL, "-c", "16384", "--kv-stream-arena-mib", "2").out
+    for words in ("6,656 bytes, or 13,312 bytes where it sees a window\n", " of layers that see a window\n",
+                  "last 80 tokens, reads the KV of layer 1\n", "full, reads the KV of layer 2\n"):
         assert words in out, out
 
 

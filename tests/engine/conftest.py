@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from tests.support.tiny_gguf import (
+    Gemma4,
     write_tiny_gemma3,
+    write_tiny_gemma4,
     write_tiny_llama,
     write_tiny_qwen2,
     write_tiny_qwen3,
@@ -44,6 +46,11 @@ def tiny_models(tiny_qwen35: Path, tiny_llama: Path, tmp_path_factory: pytest.Te
         "qwen2": write_tiny_qwen2(folder / "qwen2.gguf", seed=2),
         "qwen3": write_tiny_qwen3(folder / "qwen3.gguf", seed=2),
         "gemma3": write_tiny_gemma3(folder / "gemma3.gguf", seed=2, n_layer=6, pattern=[True, False, False] * 2),
+        # Of each kind three layers, the last two of them without keys and values of their own.
+        "gemma4": write_tiny_gemma4(
+            folder / "gemma4.gguf", seed=2, pattern=[True, False, True, False, True, False],
+            more=Gemma4(shared=2, per_layer=16, values=False),
+        ),
         "qwen3moe": write_tiny_qwen3moe(folder / "qwen3moe.gguf", seed=2),
         "qwen35moe": write_tiny_qwen35moe(folder / "qwen35moe.gguf", seed=2),
     }
@@ -63,5 +70,9 @@ def wide_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "llama": write_tiny_llama(folder / "llama.gguf", seed=2, n_layer=2, **small),
         "gemma3": write_tiny_gemma3(
             folder / "gemma3.gguf", seed=2, n_layer=3, window=40, pattern=[True, False, False], **small
+        ),
+        "gemma4": write_tiny_gemma4(
+            folder / "gemma4.gguf", seed=2, window=40, pattern=[False, True, False, True, False], embd=32,
+            heads=2, kv_heads=(1, 2), head_dims=(32, 64), ffn=32, more=Gemma4(shared=2, per_layer=16),
         ),
     }

@@ -27,7 +27,9 @@ from tests.cuda_on_cpu.cpu_runtime import CpuRuntime
 from tests.cuda_on_cpu.path import launcher_on, on_path
 from tests.engine.tiny import text
 from tests.support.tiny_gguf import (
+    Gemma4,
     write_tiny_gemma3,
+    write_tiny_gemma4,
     write_tiny_llama,
     write_tiny_qwen2,
     write_tiny_qwen3,
@@ -118,12 +120,17 @@ def machine_of(name: str, path: str = "") -> Machine:
 def write_models(folder: Path, machine: Machine) -> dict[str, Path]:
     """Tiny models by arch: two layers that see everything on the stand-in, as everywhere else on a GPU, and there the
     demo model too."""
-    archs = ("gemma3", "llama", "qwen2", "qwen3", "qwen35")
-    gemma3, llama, qwen2, qwen3, qwen35 = (folder / f"{arch}.gguf" for arch in archs)
+    archs = ("gemma3", "gemma4", "llama", "qwen2", "qwen3", "qwen35")
+    gemma3, gemma4, llama, qwen2, qwen3, qwen35 = (folder / f"{arch}.gguf" for arch in archs)
     if machine.on_gpu:
         return {
             "gemma3": write_tiny_gemma3(
                 gemma3, seed=2, weight_type="q8_0", n_layer=6, pattern=[True, False, False] * 2
+            ),
+            # Heads of the published models.
+            "gemma4": write_tiny_gemma4(
+                gemma4, seed=2, weight_type="q8_0", pattern=[True, False, True, False, True, False],
+                kv_heads=(4, 1), head_dims=(256, 512), more=Gemma4(shared=2, per_layer=64, values=False),
             ),
             "llama": write_tiny_llama(llama, seed=2, weight_type="q8_0"),
             "qwen2": write_tiny_qwen2(qwen2, seed=2, weight_type="q8_0"),
@@ -135,13 +142,17 @@ def write_models(folder: Path, machine: Machine) -> dict[str, Path]:
     write_tiny_gemma3(
         gemma3, seed=2, n_layer=3, weight_type="q8_0", window=40, pattern=[True, False, False], **small
     )
+    write_tiny_gemma4(
+        gemma4, seed=2, weight_type="q8_0", window=40, pattern=[False, True, False, False], embd=32, heads=2,
+        kv_heads=(1, 1), head_dims=(32, 64), ffn=32, more=Gemma4(shared=1, per_layer=32, values=False),
+    )
     write_tiny_llama(llama, seed=2, n_layer=2, weight_type="q8_0", **small)
     write_tiny_qwen2(qwen2, seed=2, n_layer=2, weight_type="q8_0", embd=64, heads=2, kv_heads=1, ffn=32)
     write_tiny_qwen3(qwen3, seed=2, n_layer=2, weight_type="q8_0", **small)
     write_tiny_qwen35(
         qwen35, seed=1, n_layer=4, interval=2, mtp=False, ssm_state=32, ssm_k_heads=1, ssm_v_heads=2, **small
     )
-    return {"gemma3": gemma3, "llama": llama, "qwen2": qwen2, "qwen3": qwen3, "qwen35": qwen35}
+    return {"gemma3": gemma3, "gemma4": gemma4, "llama": llama, "qwen2": qwen2, "qwen3": qwen3, "qwen35": qwen35}
 
 
 Move = tuple[Phase, int, int]

@@ -170,9 +170,9 @@ class Left:
         """By a run that ``token`` follows."""
         kv = built._kv
         kv.drain()
-        geometry, committed = built.geometry, built.committed
+        committed = built.committed
         rows, drafts = [], []
-        for layer in range(kv.layers):
+        for layer, geometry in enumerate(kv.geometries):
             for page in range(geometry.pages_of(committed)):
                 filled = min(geometry.page_tokens, committed - page * geometry.page_tokens)
                 data = kv.history_page(layer, page)

@@ -15,6 +15,7 @@ import pytest
 from kvs_core.demo import DEMO_MODEL
 from kvs_core.engine.round import generate
 from kvs_core.engine.session import Session
+from kvs_core.errors import CapabilityError
 from kvs_core.formats.gguf import GgufFile
 from kvs_core.formats.tokenizer import Tokenizer
 from kvs_core.memory.phases import Phase
@@ -27,6 +28,7 @@ from tests.engine.machines import MACHINES, Machine, Move, machine_of, play, wri
 from tests.engine.tiny import engine, kv_settings, text
 from tests.sampling.vocabs import LetterVocab
 from tests.support.compare import log_probs
+from tests.support.tiny_gguf import ROUTED, Gemma4, write_tiny_gemma4
 
 PREFILL, DECODE = Phase.PREFILL, Phase.DECODE
 HARBOUR = Path(__file__).parents[1] / "data" / "harbour.txt"
@@ -82,6 +84,7 @@ def setups(machine: Machine, model: str) -> list[Setup]:
         ("llama", ("q8_0", "q4_0")), ("qwen35", ("f16", "f16")), ("qwen35", ("f32", "q5_1")),
         ("llama", ("f16", "f16")), ("qwen35", ("q8_0", "q4_0")), ("llama", ("bf16", "iq4_nl")),
         ("qwen2", ("q8_0", "q4_0")), ("qwen3", ("q8_0", "q4_0")), ("gemma3", ("q8_0", "q4_0")),
+        ("gemma4", ("q8_0", "q4_0")),
         ("demo", ("q8_0", "q4_0")), ("demo", ("f16", "f16")),
     ],
     ids=str,
@@ -91,8 +94,8 @@ def test_bits_do_not_depend_on_residency(
 ) -> None:
     """Logits of prefill and decode are those of a fully resident run, bit for bit, for any pool, ring and run length:
     while pages are added, cuts move, steps are captured anew, and the phases take turns."""
-    few = ("f32", "q5_1") if model == "qwen35" else ("q8_0", "q4_0")
-    if not machine.on_gpu and (types != few or model != "qwen35"):
+    few = {"qwen35": ("f32", "q5_1"), "gemma4": ("q8_0", "q4_0")}
+    if not machine.on_gpu and types != few.get(model):
         pytest.skip("for a GPU alone: the stand-in is slow")
     script = prefill(288) + decode(1, 8) + prefill(40) + decode(8, 3, 8, 1, 8)
     if machine.on_gpu:
@@ -154,7 +157,8 @@ def test_bits_do_not_depend_on_residency_where_partials_find_no_room(
 
 @pytest.mark.parametrize(
     ("model", "widths"),
-    [("llama", (2, 4, 6, 8)), ("qwen2", (2, 8)), ("qwen3", (2, 8)), ("gemma3", (2, 4, 8)), ("qwen35", (1, 3, 5, 7, 8)),
+    [("llama", (2, 4, 6, 8)), ("qwen2", (2, 8)), ("qwen3", (2, 8)), ("gemma3", (2, 4, 8)), ("gemma4", (2, 8)),
+     ("qwen35", (1, 3, 5, 7, 8)),
      ("demo", ())],
 )
 def test_rows_do_not_depend_on_their_number(
@@ -288,10 +292,10 @@ def test_the_host_has_the_same_log_probabilities(
     assert distance.mean() <= mean
 
 
-@pytest.mark.parametrize("model", ["gemma3", "llama", "qwen2", "qwen3", "qwen35"])
+@pytest.mark.parametrize("model", ["gemma3", "gemma4", "llama", "qwen2", "qwen3", "qwen35"])
 def test_every_arch_has_the_hosts_log_probabilities(machine: Machine, models: dict[str, Path], model: str) -> None:
     """Biases, norms of heads and either kind of rotary pairs, over pages that stream, in prefill and in decode."""
-    if not machine.on_gpu and model not in ("gemma3", "qwen2"):
+    if not machine.on_gpu and model not in ("gemma3", "gemma4", "qwen2"):
         pytest.skip("for a GPU alone: the stand-in is slow")
     tokens = text(256, 268, 3)
     outcome = []
@@ -311,6 +315,15 @@ def test_every_arch_has_the_hosts_log_probabilities(machine: Machine, models: di
     distance = np.abs(log_probs(outcome[0]) - log_probs(outcome[1]))
     assert distance.max() <= LARGEST
     assert distance.mean() <= MEAN
+
+
+def test_experts_beside_a_dense_part_are_refused(machine: Machine, tmp_path: Path) -> None:
+    """Before a weight is loaded, in one line."""
+    path = write_tiny_gemma4(tmp_path / "model.gguf", seed=1, more=Gemma4(experts=ROUTED))
+    with pytest.raises(CapabilityError, match=r"beside them have no kernels on .*; use --device cpu$"), engine(
+        path, kv=kv_settings(), device=machine.device
+    ):
+        pass
 
 
 def test_nothing_is_allocated_behind_ready(machine: Machine, models: dict[str, Path]) -> None:

@@ -167,13 +167,16 @@ def test_more_arena_is_not_slower_and_more_context_not_faster(arena: int, more: 
     assert forecast(small, rates, min(tokens + more * 256, 65535), Rounds()).round_s >= 0.98 * at.round_s
 
 
-def test_pages_are_where_the_engine_has_them(tiny_qwen35: Path) -> None:
-    """Streamed pages, ring and copies of a step are a real one's, but for a group of pages; with an MTP block."""
-    file = GgufFile.open(tiny_qwen35)
-    spec, drafting = read_spec(file), Drafting(nextn=True)
+@pytest.mark.parametrize("model", ["qwen35", "gemma4"])
+def test_pages_are_where_the_engine_has_them(tiny_models: dict[str, Path], model: str) -> None:
+    """Streamed pages, ring and copies of a step are a real one's, but for a group of pages, as often as they are read;
+    with an MTP block, and with layers that share pages beside a pool of those that slide."""
+    file = GgufFile.open(tiny_models[model])
+    spec = read_spec(file)
+    drafting = Drafting(nextn=bool(spec.nextn))
     context, kv = ContextSettings(ctx_size=2048, ubatch=64), kv_settings(arena_mib=1, ring_slots=8, run_pages=4)
     budget = plan_budget(spec, context, kv, free_bytes=0, drafting=drafting)
-    setup = Setup.of(spec, budget, kv, held_weights(file, spec, held_on_cuda, nextn=True), drafting)
+    setup = Setup.of(spec, budget, kv, held_weights(file, spec, held_on_cuda, nextn=drafting.nextn), drafting)
     engine = Engine(file, HostDevice(1), context=context, kv=kv, rope=RopeSettings(), drafting=drafting)
     try:
         run(engine, text(spec.n_vocab, 1500), [1])
@@ -189,6 +192,16 @@ def test_pages_are_where_the_engine_has_them(tiny_qwen35: Path) -> None:
         assert abs(placed.runs - (after.h2d_calls - before.h2d_calls)) <= 2
     finally:
         engine.close()
+
+
+def test_keys_that_make_values_too_are_held_twice() -> None:
+    """On a GPU, in the layers without a matrix for values."""
+    file = synthetic_model("gemma4-31b:q8_0")
+    spec = read_spec(file)
+    once, twice = (
+        held_weights(file, spec, held_on_cuda, nextn=False, twice=twice).size_bytes for twice in (False, True)
+    )
+    assert twice - once == 10 * held_on_cuda(file.tensors["blk.5.attn_k.weight"])[1]
 
 
 @pytest.mark.parametrize(("name", "nextn", "held"), [

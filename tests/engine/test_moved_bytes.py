@@ -11,7 +11,7 @@ from tests.engine.machines import MACHINES, Machine, machine_of, play, write_mod
 from tests.engine.tiny import engine, kv_settings, run, text
 
 
-@pytest.mark.parametrize("model", ["gemma3", "llama", "qwen35"])
+@pytest.mark.parametrize("model", ["gemma3", "gemma4", "llama", "qwen35"])
 def test_layers_with_a_window_move_nothing(tiny_models: dict[str, Path], model: str) -> None:
     """Where pages are streamed, those of every layer that sees everything are, and no others."""
     with engine(tiny_models[model], kv=kv_settings(), pool=0.0, fixed=True) as built:

@@ -17,7 +17,7 @@ from kvs_core.streaming.history import ParkedHistory
 
 def parked(tokens: list[int], size: int, places: tuple[int, ...] = (), *, can_rewind: bool = False) -> ParkedSession:
     """One of ``size`` bytes."""
-    history = ParkedHistory(len(tokens), 1, ((np.zeros(size, np.uint8),),))
+    history = ParkedHistory(len(tokens), (1,), ((np.zeros(size, np.uint8),),))
     held = tuple(Checkpoint(StateSnapshot(place, {}), None) for place in places)
     return ParkedSession(
         tuple(tokens), ParkedSequence(history, Checkpoint(StateSnapshot(len(tokens), {}), None)), held, can_rewind

@@ -140,7 +140,7 @@ def plain(path: Path, prompt: Sequence[int], **others: Any) -> Written:
 @pytest.mark.parametrize(
     ("model", "types"),
     [("qwen35", types) for types in [*NGRAMS, *RESIDENT, *MTP]]
-    + [(model, types) for model in ("llama", "gemma3") for types in [*NGRAMS, *RESIDENT]],
+    + [(model, types) for model in ("llama", "gemma3", "gemma4") for types in [*NGRAMS, *RESIDENT]],
     ids=str,
 )
 def test_the_text_is_that_without_drafts(
@@ -219,7 +219,8 @@ BOTH = Drafting(nextn=True, resident=True)
 
 @settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    model=st.sampled_from(["qwen35", "qwen35moe", "llama", "gemma3"]), prompt=st.integers(1, 330), rounds=ROUNDS,
+    model=st.sampled_from(["qwen35", "qwen35moe", "llama", "gemma3", "gemma4"]),
+    prompt=st.integers(1, 330), rounds=ROUNDS,
     pool=st.sampled_from([None, 0.0, 0.2]), ring=st.sampled_from([0, 1, 4]), seed=st.integers(0, 99),
 )
 @example(

@@ -106,7 +106,8 @@ def compare(
 
 @settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    model=st.sampled_from(["qwen35", "qwen35moe", "llama", "gemma3"]), prompt=st.integers(1, 500), rounds=WIDE_ROUNDS,
+    model=st.sampled_from(["qwen35", "qwen35moe", "llama", "gemma3", "gemma4"]),
+    prompt=st.integers(1, 500), rounds=WIDE_ROUNDS,
     pool=st.sampled_from([None, 0.0, 0.1, 0.5, 0.5, 0.8]), ring=st.sampled_from([0, 0, 1, 4]), seed=st.integers(0, 99),
 )
 def test_wide_steps_leave_what_single_rows_leave(
@@ -119,7 +120,7 @@ def test_wide_steps_leave_what_single_rows_leave(
 
 
 @pytest.mark.parametrize("ring", [0, 1])
-@pytest.mark.parametrize("model", ["qwen35", "qwen35moe", "llama", "gemma3"])
+@pytest.mark.parametrize("model", ["qwen35", "qwen35moe", "llama", "gemma3", "gemma4"])
 def test_the_widest_steps_leave_what_single_rows_leave(wide_models: dict[str, Path], model: str, ring: int) -> None:
     """The same where it is known that 65 rows ran at once, over the ends of pages, from a pool that streams."""
     done = compare(wide_models[model], *of_model(model, EVERY, 475), 0.5, ring, 1)
@@ -222,7 +223,7 @@ def test_a_wide_loan_does_not_starve_a_narrower_step(tmp_path: Path, pool: float
         assert {9, 56} <= widths or {9, 64} <= widths or {9, 65} <= widths
 
 
-@pytest.mark.parametrize("model", ["qwen35", "llama", "gemma3"])
+@pytest.mark.parametrize("model", ["qwen35", "llama", "gemma3", "gemma4"])
 def test_what_is_lent_is_large_enough(wide_models: dict[str, Path], model: str) -> None:
     """All that a step of any width computes in beside the usual workspace lies in the slots that are lent to it, and
     no tile shares a byte with another, or with the rows that recurrent layers save."""
@@ -236,7 +237,7 @@ def test_what_is_lent_is_large_enough(wide_models: dict[str, Path], model: str) 
             rings = [[ring] for layer in buffers.rings.values() for ring in layer.values()]
             assert 8 * len(buffers.workspaces) - 8 < rows <= 8 * len(buffers.workspaces) == 8 * len(buffers.scratch)
             used = sorted(span_of(arrays) for arrays in (*tiles, *rings))
-            first_slot = stats(built).pool_pages
+            first_slot = len(layout.pool) - built._kv.lent_slots
             assert layout.pool[first_slot].ctypes.data <= used[0].start
             assert used[-1].stop <= pool_end
             assert all(before.stop <= after.start for before, after in pairwise(used))

@@ -19,19 +19,27 @@ class DenseLayer:
 
     def attend(self, given: AttentionRows, params: AttentionParams) -> None:
         y, q, out = given.y, given.q, given.out
-        rows, position = len(y), len(self.k)
+        rows = len(y)
+        position = len(self.k) - (rows if params.shares else 0)   # what is shared has been stored
         assert len(q) >= rows
         assert len(q) % 8 == 0
         heads = y[:, : params.q_columns].reshape(rows, params.heads, -1)
         queries = heads[..., : params.k_dim].copy()
-        k, v = np.split(y[:, params.q_columns :].copy(), [params.kv_heads * params.k_dim], axis=1)
-        k = k.reshape(rows, params.kv_heads, params.k_dim)
-        for part, norm in ((queries, params.q_norm), (k, params.k_norm)):
+        turning = [(queries, params.q_norm)]
+        if not params.shares:
+            k, v = np.split(y[:, params.q_columns :].copy(), [params.kv_heads * params.k_dim], axis=1)
+            k = k.reshape(rows, params.kv_heads, params.k_dim)
+            v = v.reshape(rows, params.kv_heads, params.v_dim)
+            if params.v_norm:
+                basic.rms_norm(v, np.float32(1.0), v, eps=params.eps)
+            turning.append((k, params.k_norm))
+        for part, norm in turning:
             if norm is not None:
                 basic.rms_norm(part, norm, part, eps=params.eps)
             basic.rope(part, position, params.rope)
-        self.k += list(k)
-        self.v += list(v.reshape(rows, params.kv_heads, params.v_dim))
+        if not params.shares:
+            self.k += list(k)
+            self.v += list(v)
         keys, values = np.array(self.k, np.float64), np.array(self.v, np.float64)
         attended = out.reshape(rows, params.heads, params.v_dim)
         for row in range(rows):
@@ -54,11 +62,13 @@ class DenseLayer:
 class DenseKv:
     """The view that a model gets of all layers."""
 
-    def __init__(self, layers: int) -> None:
-        self._layers = [DenseLayer() for _ in range(layers)]
+    def __init__(self, reads: Sequence[int]) -> None:
+        """``reads``: the layer whose keys and values each attention reads."""
+        layers = [DenseLayer() for _ in range(max(reads) + 1)]
+        self._layers = [layers[layer] for layer in reads]
 
-    def layer(self, kv_index: int) -> DenseLayer:
-        return self._layers[kv_index]
+    def layer(self, read_index: int) -> DenseLayer:
+        return self._layers[read_index]
 
     def truncate(self, tokens: int) -> None:
         """Forget all positions from ``tokens`` on."""

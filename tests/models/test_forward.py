@@ -22,7 +22,9 @@ from tests.models.dense_kv import DenseKv, DenseLayer
 from tests.reference import forward as oracle
 from tests.support.tiny_gguf import (
     Experts,
+    Gemma4,
     write_tiny_gemma3,
+    write_tiny_gemma4,
     write_tiny_llama,
     write_tiny_qwen2,
     write_tiny_qwen3,
@@ -43,7 +45,7 @@ TOLERANCE = 1e-4
     params=[
         "qwen35", "qwen35 untied, no MTP", "llama", "llama untied, divisors", "qwen2", "qwen2 untied, q8_0", "qwen3",
         "qwen3 untied, q8_0", "qwen3moe", "qwen3moe q8_0", "gemma3", "gemma3 stretched, capped, q8_0", "qwen35moe",
-        "qwen35moe joined, q8_0", "q8_0",
+        "qwen35moe joined, q8_0", "gemma4 shared, per layer", "gemma4 with experts, q8_0", "q8_0",
     ],
 )
 def model_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -73,6 +75,14 @@ def model_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
                 path, seed=11, n_layer=3, window=7, pattern=[False, True, True], rope_scale=8.0, softcap=3.0, heads=3,
                 kv_heads=1, head_dim=96, weight_type="q8_0",
             )
+        case "gemma4 shared, per layer":
+            return write_tiny_gemma4(
+                path, seed=14, window=20, head_dims=(32, 96), ffn=[64, 96, 32, 64, 128],
+                more=Gemma4(shared=2, per_layer=8, values=False),
+            )
+        case "gemma4 with experts, q8_0":
+            experts = Experts(count=5, used=2, joined=True)
+            return write_tiny_gemma4(path, seed=15, window=7, weight_type="q8_0", more=Gemma4(experts=experts))
         case "qwen3moe":
             return write_tiny_qwen3moe(path, seed=10)
         case "qwen3moe q8_0":
@@ -108,7 +118,7 @@ class Run:
         self.model = model
         self.device = device
         self.ws = Workspace(device, 256, workspace_bytes(specs), specs)
-        self.kv = DenseKv(len(model.spec.kv_layers))
+        self.kv = DenseKv([layer.kv_index for layer in model.spec.layers if layer.kv_index is not None])
         self.state = RecurrentState(model.spec, device)
         self.position = 0
         self.hidden = np.empty((0, model.spec.n_embd), np.float32)
@@ -202,10 +212,10 @@ class FailingKv(DenseKv):
     def __init__(self, kv: DenseKv, fail_at: int) -> None:
         self._layers = kv._layers[:fail_at]
 
-    def layer(self, kv_index: int) -> DenseLayer:
-        if kv_index >= len(self._layers):
+    def layer(self, read_index: int) -> DenseLayer:
+        if read_index >= len(self._layers):
             raise Failure
-        return super().layer(kv_index)
+        return super().layer(read_index)
 
 
 def test_a_step_that_broke_off_leaves_no_trace(model: Model, device: HostDevice) -> None:
@@ -215,7 +225,7 @@ def test_a_step_that_broke_off_leaves_no_trace(model: Model, device: HostDevice)
     for run in (broken, plain):
         run.step(tokens[:4], Phase.DECODE, keep=3)
         run.step(tokens[3:8], Phase.DECODE)
-    for fail_at in range(len(model.spec.kv_layers)):
+    for fail_at in range(model.spec.n_reads):
         batch = Batch(tokens[8:11], 8, Phase.DECODE)
         with pytest.raises(Failure):
             broken.forward(batch, FailingKv(broken.kv, fail_at))

@@ -260,7 +260,7 @@ def our_logits(path: Path, rope: RopeSettings, context_tokens: int) -> np.ndarra
         batch = Batch(TOKENS, 0, Phase.PREFILL)
         state.begin(batch.phase, batch.rows, 0)
         device.begin_step(StepInputs(TOKENS, 0, 0, batch.phase))
-        ours.forward(batch, DenseKv(ours.spec.n_layer), state, ws)
+        ours.forward(batch, DenseKv(range(ours.spec.n_layer)), state, ws)
         return ours.logits(ws.rows("x", 96), ws).copy()
     finally:
         device.close()

@@ -321,7 +321,7 @@ def test_tensors_must_be_those_of_the_model(qwen: GgufFile, changes: dict[str, A
 def test_an_unknown_arch_is_refused_with_the_known_ones(llama: GgufFile) -> None:
     """The line says what the file is and what could be run."""
     file = replace(llama, metadata=MappingProxyType({**llama.metadata, "general.architecture": "gptoss"}))
-    known = "gemma3, llama, qwen2, qwen3, qwen35, qwen35moe, qwen3moe"
+    known = "gemma3, gemma4, llama, qwen2, qwen3, qwen35, qwen35moe, qwen3moe"
     with pytest.raises(ModelFileError, match=f"architecture is 'gptoss'; kvs can run {known}"):
         read_spec(file)
 

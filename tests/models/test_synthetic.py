@@ -18,7 +18,7 @@ from kvs_core.formats.quants import dequantize_rows
 from kvs_core.formats.tokenizer import Tokenizer
 from kvs_core.models.registry import read_spec
 from kvs_core.models.spec import ExpertSpec, LayerKind
-from kvs_core.models.synthetic import MIXES, SHAPES, Mixture, Shape, Sliding, synthetic_model
+from kvs_core.models.synthetic import MIXES, SHAPES, Mixture, Shape, Sliding, TwoShapes, synthetic_model
 from kvs_core.settings import ContextSettings, KvSettings, RopeSettings
 from tests.support import llamacpp
 
@@ -140,6 +140,36 @@ def test_gemma3_27b_has_its_sizes() -> None:
     assert file.tensors["token_embd.weight"].quant is Quant.Q6_K
 
 
+@pytest.mark.parametrize(
+    ("name", "params", "sizes", "sliding", "full", "experts"),
+    [
+        ("gemma4-26b-a4b", 25_233_142_046, (30, 2816, 2112), (16, 8, 256), (16, 2, 512), (128, 8, 704)),
+        ("gemma4-31b", 30_697_345_596, (60, 5376, 21504), (32, 16, 256), (32, 4, 512), None),
+    ],
+)
+def test_gemma4_models_have_their_sizes(
+    name: str, params: int, sizes: tuple[int, ...], sliding: tuple[int, ...], full: tuple[int, ...],
+    experts: tuple[int, ...] | None,
+) -> None:
+    """Layers of two shapes, experts and parameters; layers that see everything have no values of their own."""
+    spec = read_spec(file := synthetic_model(f"{name}:q4_k"))
+    assert (spec.n_layer, spec.n_embd, spec.n_ff) == sizes
+    assert (spec.n_vocab, spec.n_params) == (262144, params)
+    assert [layer.index for layer in spec.layers if not layer.window] == [*range(5, spec.n_layer, 6)]
+    for layer in spec.layers:
+        assert (layer.heads, layer.kv_heads, layer.k_dim) == (sliding if layer.window else full)
+        assert (f"blk.{layer.index}.attn_v.weight" in file.tensors) == bool(layer.window)
+    assert {layer.window for layer in spec.layers} == {0, 1024}
+    found = spec.experts
+    assert (found and (found.count, found.used, found.n_ff)) == experts
+    assert spec.dense_beside == (experts is not None)
+    assert spec.rope_sliding is not None
+    assert (spec.rope.n_rot, spec.rope_sliding.n_rot, spec.logit_softcap) == (512, 256, 30.0)
+    if experts:   # 704 and 2112 are no whole blocks of 256
+        assert file.tensors["blk.0.ffn_down_exps.weight"].quant is Quant.Q5_0
+        assert file.tensors["blk.0.ffn_up_exps.weight"].quant is Quant.Q4_K
+
+
 def test_a_dense_model_has_no_mtp_block() -> None:
     """One line that says what to leave out."""
     with pytest.raises(SettingsError, match=r"qwen2\.5-14b has no MTP block; leave :mtp out"):
@@ -187,7 +217,7 @@ def test_a_file_is_the_model(tmp_path: Path, mix: str) -> None:
         assert np.isfinite(dequantize_rows(info, 0, info.n_elements // info.shape[0])).all()
 
 
-@pytest.mark.parametrize("arch", ["qwen35", "qwen2", "qwen3", "qwen3moe", "gemma3"])
+@pytest.mark.parametrize("arch", ["qwen35", "qwen2", "qwen3", "qwen3moe", "gemma3", "gemma4", "gemma4 with experts"])
 def test_numbers_are_sane_and_llama_cpp_agrees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
     """Logits spread by 2, with another favourite at each position, and are those of llama.cpp on the written file."""
     small = {f"small-{dense}": Shape(dense, "qwen2", 6, 256, 512, 4, 2, 64, 512, 32768, 1e6)
@@ -195,6 +225,11 @@ def test_numbers_are_sane_and_llama_cpp_agrees(tmp_path: Path, monkeypatch: pyte
     small["small-gemma3"] = Shape(
         "gemma3", "qwen2", 6, 256, 512, 4, 2, 64, 512, 32768, 1e6, sliding=Sliding(16, 3, 8.0)
     )
+    for name, mixture in (("small-gemma4", None), ("small-gemma4 with experts", Mixture(8, 2, 128))):
+        small[name] = Shape(
+            "gemma4", "qwen2", 6, 256, 512, 4, 1, 128, 512, 32768, 1e6,
+            two=TwoShapes(16, 3, 2, 64, values=mixture is None), mixture=mixture,
+        )
     small["small-qwen3moe"] = Shape(
         "qwen3moe", "qwen2", 6, 256, 512, 4, 2, 64, 512, 32768, 1e6, mixture=Mixture(8, 3, 128)
     )

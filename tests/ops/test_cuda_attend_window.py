@@ -186,9 +186,8 @@ def test_all_windows_of_a_model_are_compiled_ahead(lab: Any, monkeypatch: pytest
     cases = [Case(SMALL, 70, window=window) for window in (0, 40)]
     ops = CudaOps(lab.context(1), lab.launcher.real, lab.array)
     rope = ops.load_rope(RopeTable(np.ones(8), interleaved=False))
-    ready = set(
-        ops.kernels([], [], [], SMALL, [replace(case.params, rope=rope) for case in cases], [], Activation.SILU)
-    )
+    attention = [replace(case.params, rope=rope) for case in cases]
+    ready = set(ops.kernels([], [], [], [SMALL] * len(cases), attention, [], Activation.SILU))
     for case in cases:
         attend(lab, case)
         prefill_rig.attend(lab, prefill_rig.Case(SMALL, rows=5, position=60, window=case.window))

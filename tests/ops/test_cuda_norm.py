@@ -63,6 +63,17 @@ def test_softcap(lab: Any, n: int) -> None:
     np.testing.assert_array_equal(got[:, n:], x[:, n:])
 
 
+@pytest.mark.parametrize("n", [5, 700])
+def test_scale(lab: Any, n: int) -> None:
+    """x * factor to the last bit, in place; what lies between rows is left alone."""
+    x = np.random.default_rng(n).normal(size=(3, n + 2)).astype(np.float32)
+    rows = lab.array(x)
+    Norm(lab.context(3)).scale(rows[:, :n], 0.7)
+    got = lab.host(rows)
+    assert got[:, :n].tobytes() == (x[:, :n] * np.float32(0.7)).tobytes()
+    np.testing.assert_array_equal(got[:, n:], x[:, n:])
+
+
 @pytest.mark.parametrize("kept", [0, 1, 4])
 def test_take_kept(lab: Any, kept: int) -> None:
     """The row of that number becomes the first; the others stay."""

@@ -40,13 +40,15 @@ class Case:
     gated: bool = False
     q_norm: np.ndarray | None = None
     k_norm: np.ndarray | None = None
+    v_norm: bool = False
+    shares: bool = False
 
     @property
     def params(self) -> AttentionParams:
         """The layer, all but what lies on a device."""
         return AttentionParams(
             self.heads, self.geometry.kv_heads, self.geometry.k_dim, self.geometry.v_dim, self.gated,
-            scale=self.geometry.k_dim**-0.5, rope=None, eps=EPS,
+            scale=self.geometry.k_dim**-0.5, rope=None, eps=EPS, v_norm=self.v_norm, shares=self.shares,
         )
 
     def rows(self, some: slice) -> Case:
@@ -103,6 +105,8 @@ def expected(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         if norm is not None:
             basic.rms_norm(x, norm, x, eps=EPS)
         basic.rope(x, case.position, case.table)
+    if case.v_norm:
+        basic.rms_norm(v, np.float32(1.0), v, eps=EPS)
     basic.scale(q, geometry.k_dim**-0.5)
     for x, block in ((q, geometry.k_rotation), (k, geometry.k_rotation), (v, geometry.v_rotation)):
         if block:
@@ -256,6 +260,34 @@ def test_norms_come_before_the_rotary_embedding(lab: Any, phase: Phase) -> None:
         wanted = expected(case)[1]
         error = np.abs(keys - wanted).max() / np.abs(wanted).max()
         assert error < 2e-6, f"keys are off by {error:.2e} of the largest"
+
+
+@PHASES
+@pytest.mark.parametrize("head_dim", [64, 512])
+def test_values_are_normed(lab: Any, phase: Phase, head_dim: int) -> None:
+    """Without weights: float32 values to 2e-6 of the largest, and queries and keys as without it."""
+    case = make(KvType.F32, KvType.F32, k_dim=head_dim, rows=3, heads=3)
+    plain, normed = run(lab, case, phase), run(lab, replace(case, v_norm=True), phase)
+    np.testing.assert_array_equal(plain.q, normed.q)
+    pages = [list(zip(*(kv_pages.dequantise(page, case.geometry) for page in each.pages), strict=True))
+             for each in (plain, normed)]
+    np.testing.assert_array_equal(pages[0][0], pages[1][0])
+    values = np.concatenate(pages[1][1], axis=1)[:, case.position : case.position + len(case.y)].swapaxes(0, 1)
+    wanted = expected(replace(case, v_norm=True))[2]
+    assert np.abs(values - wanted).max() / np.abs(wanted).max() < 2e-6
+
+
+@PHASES
+@pytest.mark.parametrize("order", PageOrder)
+def test_a_layer_that_shares_stores_nothing(lab: Any, phase: Phase, order: PageOrder) -> None:
+    """From queries alone: the same queries, and no byte of a page changes."""
+    shape: dict[str, Any] = {"k_dim": 256, "page_tokens": 256, "heads": 6, "kv_heads": 2, "order": order}
+    case = make(KvType.Q8_0, KvType.Q4_0, rows=3, **shape)
+    alone = replace(case, y=np.ascontiguousarray(case.y[:, : case.params.q_columns]), shares=True)
+    found, whole = run(lab, alone, phase), run(lab, case, phase)
+    np.testing.assert_array_equal(queries(alone, found.q, phase), queries(case, whole.q, phase))
+    np.testing.assert_array_equal(found.pages, untouched(case))
+    assert found.others_kept
 
 
 def test_a_rows_bits_do_not_depend_on_the_others(lab: Any) -> None:

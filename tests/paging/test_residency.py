@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import pairwise
 
@@ -486,3 +487,30 @@ def test_the_most_that_a_sliding_layer_keeps_is_known_before(
     seen = Observation(pages=ceil_div(first + count, page), writable_page=first // page, pool_slots=most)
     residency_step(used, start(1), seen)
     assert least_pool_slots(0, context, page, rows, sliding_pages=[before]) == most
+
+
+@given(
+    slides=st.lists(st.booleans(), min_size=1, max_size=6).filter(lambda some: not all(some)),
+    seen=st.lists(observations(), min_size=1, max_size=12), before=st.integers(0, 6), head_pages=HEADS,
+)
+def test_layers_with_a_pool_of_their_own_change_nothing(
+    slides: list[bool], seen: list[Observation], before: int, head_pages: int
+) -> None:
+    """The others have the cuts and the ring that they have alone, or the same refusal; who slides never streams."""
+    both = config(
+        len(slides), head_pages=head_pages, sliding_pages=tuple(before if each else None for each in slides),
+        sliding_slots=1,
+    )
+    alone = config(slides.count(False), head_pages=head_pages)
+    state, other = start(len(slides)), start(slides.count(False))
+    for each in seen:
+        try:
+            other = residency_step(alone, other, each)
+        except BudgetError as refusal:
+            with pytest.raises(BudgetError, match=re.escape(str(refusal))):
+                residency_step(both, state, each)
+            continue
+        state = residency_step(both, state, each)
+        assert tuple(cut for cut, slid in zip(state.cuts, slides, strict=True) if not slid) == other.cuts
+        assert not any(cut for cut, slid in zip(state.cuts, slides, strict=True) if slid)
+        assert state.ring_slots == other.ring_slots

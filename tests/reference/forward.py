@@ -33,19 +33,21 @@ class Result:
 def forward(path: Path, tokens: Sequence[int], *, gelu_table: bool = False) -> Result:
     """Run ``tokens`` through the model at ``path``, from position 0.
 
-    gelu_table  a ``gemma3`` feed-forward rounds as llama.cpp's CPU code does: see ``gelu``
+    gelu_table  a gemma's feed-forward rounds as llama.cpp's CPU code does: see ``gelu``
     """
     model = GgufModel(path, gelu_table)
     blocks = {"qwen35": _qwen35_block, "qwen35moe": _qwen35_block, "gemma3": _gemma3_block}
     block = blocks.get(model.arch, _dense_block)
     x = model.rows("token_embd.weight", tokens)
-    if model.arch == "gemma3":
+    if model.arch in ("gemma3", "gemma4"):
         x = x * np.sqrt(x.shape[1])
+    if model.arch == "gemma4":
+        block = Gemma4Blocks(model, tokens, x).run
     for layer in range(model.trunk_layers):
         x = block(model, layer, x)
     hidden = rms_norm(x, model.tensor("output_norm.weight"), model.eps)
     logits = hidden @ model.head.T
-    cap = model.key("final_logit_softcapping", 0.0)
+    cap = model.key("final_logit_softcapping", 30.0 if model.arch == "gemma4" else 0.0)
     return Result(cap * np.tanh(logits / cap) if cap else logits, hidden)
 
 
@@ -256,6 +258,81 @@ def _gemma3_block(model: GgufModel, layer: int, x: Array) -> Array:
     y = rms_norm(x, tensor("ffn_norm"), model.eps)
     hidden = gelu(y @ tensor("ffn_gate").T, model.gelu_table) * (y @ tensor("ffn_up").T)
     return x + rms_norm(hidden @ tensor("ffn_down").T, tensor("post_ffw_norm"), model.eps)
+
+
+class Gemma4Blocks:
+    """The blocks of one pass, which share keys and values, and what each gets of the tokens' embeddings per layer."""
+
+    def __init__(self, model: GgufModel, tokens: Sequence[int], x: Array) -> None:
+        self.stored: dict[int, tuple[Array, Array]] = {}
+        self.per_layer: Array | None = None
+        size = model.key("embedding_length_per_layer_input")
+        if size:
+            table = model.rows("per_layer_token_embd.weight", tokens).reshape(len(x), -1, size) * np.sqrt(size)
+            made = (x @ model.tensor("per_layer_model_proj.weight").T / np.sqrt(x.shape[1])).reshape(table.shape)
+            self.per_layer = (table + rms_norm(made, model.tensor("per_layer_proj_norm.weight"), model.eps)) / 2**0.5
+
+    def run(self, model: GgufModel, layer: int, x: Array) -> Array:
+        def tensor(name: str) -> Array:
+            return model.tensor(f"blk.{layer}.{name}.weight")
+
+        def norm(rows: Array, name: str) -> Array:
+            return rms_norm(rows, tensor(name), model.eps)
+
+        x = x + norm(self._attend(model, layer, norm(x, "attn_norm")) @ tensor("attn_output").T, "post_attention_norm")
+        y = norm(x, "ffn_norm")
+        dense = (gelu(y @ tensor("ffn_gate").T, model.gelu_table) * (y @ tensor("ffn_up").T)) @ tensor("ffn_down").T
+        if model.has(f"blk.{layer}.ffn_gate_inp.weight"):
+            dense = norm(dense, "post_ffw_norm_1") + norm(self._experts(model, layer, x), "post_ffw_norm_2")
+        x = x + norm(dense, "post_ffw_norm")
+        if self.per_layer is not None:
+            made = gelu(x @ tensor("inp_gate").T, model.gelu_table) * self.per_layer[:, layer]
+            x = x + norm(made @ tensor("proj").T, "post_norm")
+        scale = f"blk.{layer}.layer_output_scale.weight"
+        return x * model.tensor(scale)[0] if model.has(scale) else x
+
+    def _attend(self, model: GgufModel, layer: int, y: Array) -> Array:
+        slides = model.key("attention.sliding_window_pattern")
+        own = model.trunk_layers - model.key("attention.shared_kv_layers", 0)
+        dim = model.key("attention.key_length_swa") if slides[layer] else model.head_dim
+        if slides[layer]:
+            angle = angles(len(y), dim, model.key("rope.freq_base_swa"))
+        else:
+            angle = angles(len(y), dim, model.base, model.tensor("rope_freqs.weight"))
+
+        def project(name: str) -> Array:
+            return (y @ model.tensor(f"blk.{layer}.attn_{name}.weight").T).reshape(len(y), -1, dim)
+
+        def turned(rows: Array, name: str) -> Array:
+            return rotate_halves(rms_norm(rows, model.tensor(f"blk.{layer}.attn_{name}.weight"), model.eps), angle)
+
+        if layer < own:
+            keys = project("k")
+            values = project("v") if model.has(f"blk.{layer}.attn_v.weight") else keys
+            self.stored[layer] = turned(keys, "k_norm"), rms_norm(values, np.ones(dim), model.eps)
+        k, v = self.stored[layer if layer < own else own - 2 if slides[layer] else own - 1]
+        window = model.key("attention.sliding_window") if slides[layer] else 0
+        return attention(turned(project("q"), "q_norm"), k, v, window=window, scale=1.0).reshape(len(y), -1)
+
+    def _experts(self, model: GgufModel, layer: int, x: Array) -> Array:
+        """Token by token, as ``_experts``, with scales of the router's input and of what each expert gives."""
+        prefix = f"blk.{layer}.ffn_"
+        if model.has(prefix + "gate_up_exps.weight"):
+            gates, ups = np.split(model.tensor(prefix + "gate_up_exps.weight"), 2, axis=1)
+        else:
+            gates, ups = model.tensor(prefix + "gate_exps.weight"), model.tensor(prefix + "up_exps.weight")
+        downs, scales = model.tensor(prefix + "down_exps.weight"), model.tensor(prefix + "down_exps.scale")
+        size = x.shape[1]
+        asked = rms_norm(x, np.ones(size), model.eps) / np.sqrt(size) * model.tensor(prefix + "gate_inp.scale")
+        odds = np.exp(asked @ model.tensor(prefix + "gate_inp.weight").T)
+        y = rms_norm(x, model.tensor(f"blk.{layer}.pre_ffw_norm_2.weight"), model.eps)
+        out = np.zeros_like(y)
+        for row, weights, total in zip(y, odds, out, strict=True):
+            best = np.argsort(weights)[-model.key("expert_used_count") :]
+            for expert in best:
+                hidden = gelu(row @ gates[expert].T, model.gelu_table) * (row @ ups[expert].T)
+                total += scales[expert] * weights[expert] / weights[best].sum() * (hidden @ downs[expert].T)
+        return out
 
 
 def _qwen35_block(model: GgufModel, layer: int, x: Array) -> Array:

@@ -15,7 +15,9 @@ from tests.support.float_copy import write_float_copy
 from tests.support.llamacpp import Model
 from tests.support.tiny_gguf import (
     Experts,
+    Gemma4,
     write_tiny_gemma3,
+    write_tiny_gemma4,
     write_tiny_llama,
     write_tiny_qwen2,
     write_tiny_qwen3,
@@ -43,6 +45,10 @@ VARIANTS: list[tuple[Callable[..., Path], dict[str, Any]]] = [
     (write_tiny_gemma3, {"window": 20}),
     (write_tiny_gemma3, {"tied": False, "window": 7, "rope_scale": 8.0, "softcap": 3.0, "heads": 3, "kv_heads": 1}),
     (write_tiny_gemma3, {"n_layer": 62, "embd": 32, "ffn": 32, "heads": 2, "kv_heads": 1, "pattern": 6}),
+    (write_tiny_gemma4, {"window": 20, "softcap": 0.0}),
+    (write_tiny_gemma4, {"more": Gemma4(values=False, shared=2, per_layer=16), "ffn": [64, 32, 96, 64, 128]}),
+    (write_tiny_gemma4, {"more": Gemma4(scaled=False, experts=Experts(joined=True)), "softcap": None}),
+    (write_tiny_gemma4, {"more": Gemma4(values=False, experts=Experts(count=5, used=1)), "window": 7}),
     (write_tiny_qwen3moe, {}),
     (write_tiny_qwen3moe, {"tied": False, "experts": Experts(count=5, used=1, ffn=48)}),
     (write_tiny_qwen35moe, {}),
@@ -61,7 +67,7 @@ def test_agrees_with_llamacpp_on_tiny_models(
     path = write(tmp_path / "model.gguf", seed=11, **options)
     with Model(path) as model, model.context() as context:
         ids = model.tokenize(TRAINING_TEXT)[:TOKENS]
-        bar = GELU_TABLE * model.n_layer if write is write_tiny_gemma3 else FLOAT32_SUMS
+        bar = GELU_TABLE * model.n_layer if write in (write_tiny_gemma3, write_tiny_gemma4) else FLOAT32_SUMS
         assert max_difference(forward(path, ids, gelu_table=True).logits, context.decode(ids)) < bar
 
 

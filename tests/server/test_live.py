@@ -66,8 +66,8 @@ def test_places_are_those_of_the_table(llama_path: Path) -> None:
             assert [len(layer) for layer in shown] == [kv._pages] * 4
             for layer, pages in enumerate(shown):
                 for page, place in enumerate(pages):
-                    assert (place == RESIDENT) == kv._table.holds(PageId(layer, page)), (layer, page)
-            assert sum(pages.count(RING) for pages in shown) <= kv._table.ring_slots
+                    assert (place == RESIDENT) == kv._pools.holds(PageId(layer, page)), (layer, page)
+            assert sum(pages.count(RING) for pages in shown) <= kv._pools.shared.ring_slots
 
         session.prefill(TOKENS, progress=lambda done, total: check())
         seen = set()

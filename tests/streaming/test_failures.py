@@ -282,7 +282,7 @@ def test_a_page_that_could_not_be_sent_home_is_sent_before_it_is_streamed(
             rig.step(Phase.DECODE, 1)
         assert (rig.committed, rig.kv.cache.published) == (8 * PAGE, 8 * PAGE - 1)
         rig.step(then, 1, seed=1)
-        assert not any(rig.kv._table.holds(PageId(layer, 7)) for layer in range(LAYERS))
+        assert not any(rig.kv._pools.holds(PageId(layer, 7)) for layer in range(LAYERS))
         rig.step(Phase.DECODE, 8, seed=2)
         rig.publish_all()
         rig.check_history()

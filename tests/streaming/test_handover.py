@@ -251,10 +251,10 @@ def test_pages_in_both_pools_stay_where_they_are() -> None:
     """Going to the larger pool and back moves no page and copies none but those that had to leave and come back."""
     with rig(CONTEXT, Pools(SMALL, LARGE)) as one:
         one.prefill(CONTEXT - 64)
-        kept = {page: one.kv._table.slot_of(page) for page in one.kv._table}
+        kept = {page: one.kv._pools.shared.slot_of(page) for page in one.kv._pools}
         copied = one.device.counters().copy_calls
         one.handover.change(Phase.DECODE)
-        assert {page: one.kv._table.slot_of(page) for page in one.kv._table} == kept
+        assert {page: one.kv._pools.shared.slot_of(page) for page in one.kv._pools} == kept
         assert one.device.counters().copy_calls == copied
 
 

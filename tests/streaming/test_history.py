@@ -36,7 +36,7 @@ class CountingDevice(HostDevice):
 @contextmanager
 def history(capacity: int, debug: HostDebug | None = None) -> Iterator[tuple[CountingDevice, HostHistory]]:
     device = CountingDevice(debug)
-    made = HostHistory(device, ROTATED, LAYERS, capacity)
+    made = HostHistory(device, [ROTATED.page_bytes] * LAYERS, capacity)
     try:
         yield device, made
     finally:
@@ -61,7 +61,7 @@ def test_every_page_has_bytes_of_its_own_that_stay(lengths: list[int], capacity:
                     made.page(layer, page)[:] = (7 * page + layer) % 251
             filled = max(filled, length)
         for run in plan_schedule([range(filled)] * LAYERS, ring_slots=16, run_pages=16).runs:
-            stored = made.run(run).reshape(run.pages, SIZE)
+            stored = made.run(run.layer, run).reshape(run.pages, SIZE)
             expected = (7 * np.arange(run.first_page, run.end_page) + run.layer) % 251
             assert (stored == expected[:, None]).all()
         for layer in range(LAYERS):
@@ -116,10 +116,10 @@ def test_a_jump_takes_all_slabs_in_between() -> None:
     """A long prompt's first step finds its pages."""
     with history(1024) as (_, made):
         made.ensure(65)
-        assert made.run(Run(1, 64, 1, 0)).nbytes == SIZE
+        assert made.run(1, Run(1, 64, 1, 0)).nbytes == SIZE
         for first_page in (15, 63):
             with pytest.raises(AssertionError, match="cross a slab's end"):
-                made.run(Run(0, first_page, 2, 0))
+                made.run(0, Run(0, first_page, 2, 0))
 
 
 @pytest.mark.parametrize("failing", range(2 * LAYERS))

@@ -143,7 +143,7 @@ def test_full_pages_come_home_by_themselves(seed: int, pool: float, keeps: list[
             assert one.committed // PAGE * PAGE <= one.kv._publisher.enqueued <= one.committed
             for page in range(one.committed // PAGE):
                 for layer in range(LAYERS):
-                    assert one.kv._table.holds(PageId(layer, page)) or one.kv.cache.published >= (page + 1) * PAGE
+                    assert one.kv._pools.holds(PageId(layer, page)) or one.kv.cache.published >= (page + 1) * PAGE
         one.kv.drain()
         assert one.kv.cache.published == one.committed
         one.check_history()

@@ -120,7 +120,7 @@ def test_a_page_coming_back_is_waited_for_before_it_moves() -> None:
         assert device.copies > before
         coming = set(rig.kv._promoted)
         rig.enter(Phase.DECODE)
-        assert coming & set(rig.kv._table)
+        assert coming & set(rig.kv._pools)
         step(rig, device, Phase.DECODE, DECODE_ROWS, DECODE_ROWS)
     finally:
         rig.close()
@@ -153,7 +153,7 @@ def test_ring_slots_come_and_go_in_order(changes: list[tuple[int, int, int, int]
     """A ring that grows over slots in use until now, and shrinks again; steps left between reading and releasing."""
     dice = random.Random(seed)
     device = TracedDevice(ROTATED, seed)
-    history = HostHistory(device, ROTATED, LAYERS, 40)
+    history = HostHistory(device, [ROTATED.page_bytes] * LAYERS, 40)
     history.ensure(40)
     for layer in range(LAYERS):
         for page in range(40):
@@ -209,7 +209,7 @@ def test_a_batch_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the compute stream before its first run is read, by the copy stream before its slots are filled again: small
     layers share waits."""
     device = TracedDevice(ROTATED, 0)
-    history = HostHistory(device, ROTATED, LAYERS, 40)
+    history = HostHistory(device, [ROTATED.page_bytes] * LAYERS, 40)
     history.ensure(40)
     for page in range(8):
         for layer in range(LAYERS):

@@ -28,7 +28,7 @@ class Bench:
         debug = HostDebug(copy_delay=self._wait_for_turn, poison=True, fail_copy_at=fail_copy_at)
         self.device = HostDevice(1, debug=debug)
         self.cache = LogicalCache(4 * PAGE)
-        self.history = HostHistory(self.device, ROTATED, LAYERS, 4)
+        self.history = HostHistory(self.device, [ROTATED.page_bytes] * LAYERS, 4)
         self.history.ensure(3)
         self.publisher = Publisher(self.device, self.cache, self.history)
         self.cache.reserve(TOKENS)

@@ -28,7 +28,7 @@ class Bench:
 
     def __init__(self, debug: HostDebug) -> None:
         self.device = HostDevice(1, debug=debug)
-        self.history = HostHistory(self.device, ROTATED, LAYERS, PAGES)
+        self.history = HostHistory(self.device, [ROTATED.page_bytes] * LAYERS, PAGES)
         self.history.ensure(PAGES)
         for layer in range(LAYERS):
             for page in range(PAGES):

@@ -5,6 +5,7 @@
     write_tiny_qwen2    the same with other rotary pairs and biases
     write_tiny_qwen3    the same with other rotary pairs and norms of q and k
     write_tiny_gemma3   the same, most layers seeing a window alone, and norms of all that is added
+    write_tiny_gemma4   the same with two shapes of heads, and all that models of its kind may have besides
     write_tiny_qwen3moe, write_tiny_qwen35moe    write_tiny_qwen3 and write_tiny_qwen35 with experts behind a router
 
 Weights are scaled so that a forward pass behaves like one of a trained model: logits spread over a few nats, attention
@@ -15,6 +16,7 @@ below 2 MiB with the default sizes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-from tests.support.tiny_vocab import SPM, Vocab, add_vocab
+from tests.support.tiny_vocab import PLAIN_BPE, SPM, Vocab, add_vocab
 
 # Types that gguf-py can quantise to.
 WEIGHT_TYPES = {
@@ -341,6 +343,114 @@ def write_tiny_gemma3(
     return _finish(writer, path)
 
 
+@dataclass(frozen=True, slots=True)
+class Gemma4:
+    """What a ``gemma4`` model may have besides.
+
+    shared     of the last layers, which read the keys and values of others
+    per_layer  values of a token's embedding per layer
+    values     layers that see everything have a matrix for values
+    scaled     layers scale the rows behind them
+    experts    beside the dense feed-forward part
+    """
+
+    shared: int = 0
+    per_layer: int = 0
+    values: bool = True
+    scaled: bool = True
+    experts: Experts | None = None
+
+
+def write_tiny_gemma4(
+    path: Path,
+    *,
+    seed: int,
+    weight_type: str = "f32",
+    embd: int = 64,
+    ffn: int | list[int] = 96,
+    heads: int = 4,
+    kv_heads: tuple[int, int] = (4, 1),
+    head_dims: tuple[int, int] = (64, 128),
+    window: int = 80,
+    pattern: Sequence[bool] = (True, True, False, True, False),
+    softcap: float | None = 20.0,
+    context_length: int = 32768,
+    more: Gemma4 = Gemma4(),
+) -> Path:
+    """Write a ``gemma4`` model: a layer for each entry of ``pattern``, whether it slides. ``kv_heads`` and
+    ``head_dims`` of layers that slide and of the others. Returns ``path``.
+    """
+    arch = "gemma4"
+    n_layer, (dim_swa, dim) = len(pattern), head_dims
+    writer = gguf.GGUFWriter(path, arch)
+    _add_general(writer, f"tiny {arch}", weight_type)
+    counts = [kv_heads[not slides] for slides in pattern]
+    _add_common(writer, n_layer, embd, ffn, heads, counts, dim, dim, context_length, eps=1e-6, base=1e6)
+    writer.add_key_length_swa(dim_swa)
+    writer.add_value_length_swa(dim_swa)
+    writer.add_rope_dimension_count_swa(dim_swa)
+    writer.add_rope_freq_base_swa(1e4)
+    writer.add_sliding_window(window)
+    writer.add_sliding_window_pattern(list(pattern))
+    writer.add_shared_kv_layers(more.shared)
+    writer.add_embedding_length_per_layer_input(more.per_layer)
+    if softcap is not None:
+        writer.add_final_logit_softcapping(softcap)
+    if more.experts:
+        _add_experts(writer, more.experts)
+    vocab = add_vocab(writer, PLAIN_BPE)
+
+    put = _Tensors(writer, np.random.default_rng(seed), weight_type)
+    put.embeddings(vocab, embd, tied=True)
+    # Of the pairs of a head a quarter turns.
+    put.plain("rope_freqs.weight", np.where(np.arange(dim // 2) < dim // 8, 1.0, 1e30))
+    if more.per_layer:
+        put.matrix("per_layer_token_embd.weight", vocab.size, n_layer * more.per_layer)
+        put.matrix("per_layer_model_proj.weight", n_layer * more.per_layer, embd)
+        put.norm("per_layer_proj_norm.weight", more.per_layer)
+    for layer, slides in enumerate(pattern):
+        width = ffn if isinstance(ffn, int) else ffn[layer]
+        _put_gemma4_block(
+            put, f"blk.{layer}", embd, width, heads, kv_heads[not slides], dim_swa if slides else dim, more,
+            keys=layer < n_layer - more.shared, values=slides or more.values,
+        )
+    return _finish(writer, path)
+
+
+def _put_gemma4_block(
+    put: _Tensors, block: str, embd: int, ffn: int, heads: int, kv_heads: int, head_dim: int, more: Gemma4, *,
+    keys: bool, values: bool,
+) -> None:
+    """``keys``: it has some of its own; ``values``: with a matrix of their own."""
+    put.norm(f"{block}.attn_norm.weight", embd)
+    put.matrix(f"{block}.attn_q.weight", heads * head_dim, embd)
+    # Scores are not scaled: norms of queries and keys decide how far they spread.
+    put.plain(f"{block}.attn_q_norm.weight", put.rng.normal(0.4, 0.04, head_dim))
+    if keys:
+        put.matrix(f"{block}.attn_k.weight", kv_heads * head_dim, embd)
+        put.plain(f"{block}.attn_k_norm.weight", put.rng.normal(0.4, 0.04, head_dim))
+        if values:
+            put.matrix(f"{block}.attn_v.weight", kv_heads * head_dim, embd)
+    put.matrix(f"{block}.attn_output.weight", embd, heads * head_dim)
+    put.plain(f"{block}.post_attention_norm.weight", put.rng.normal(0.5, 0.05, embd))
+    put.norm(f"{block}.ffn_norm.weight", embd)
+    put.feed_forward(block, embd, ffn)
+    put.plain(f"{block}.post_ffw_norm.weight", put.rng.normal(2.5, 0.25, embd))
+    if more.experts:
+        put.experts(block, embd, more.experts)
+        # The router's input is divided by sqrt(E).
+        put.plain(f"{block}.ffn_gate_inp.scale", put.rng.normal(1.0, 0.1, embd) * np.sqrt(embd))
+        put.norm(f"{block}.ffn_down_exps.scale", more.experts.count)
+        for name in ("pre_ffw_norm_2", "post_ffw_norm_1", "post_ffw_norm_2"):
+            put.norm(f"{block}.{name}.weight", embd)
+    if more.per_layer:
+        put.matrix(f"{block}.inp_gate.weight", more.per_layer, embd)
+        put.matrix(f"{block}.proj.weight", embd, more.per_layer)
+        put.norm(f"{block}.post_norm.weight", embd)
+    if more.scaled:
+        put.plain(f"{block}.layer_output_scale.weight", put.rng.normal(0.8, 0.1, 1))
+
+
 def _add_general(writer: gguf.GGUFWriter, name: str, weight_type: str) -> None:
     writer.add_name(name)
     if weight_type not in ("f32", "f16", "bf16"):
@@ -351,9 +461,9 @@ def _add_common(
     writer: gguf.GGUFWriter,
     blocks: int,
     embd: int,
-    ffn: int,
+    ffn: int | list[int],
     heads: int,
-    kv_heads: int,
+    kv_heads: int | list[int],
     head_dim: int | None,
     rotated: int | None,
     context_length: int,

@@ -58,6 +58,8 @@ TURNS = (
 )
 SPM = "spm"
 """The style of ``gemma3``: no pre-tokenizer, but scores."""
+PLAIN_BPE = "gemma4"
+"""The style of ``gemma4``: the same tokens, joined by merges."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,24 +160,28 @@ def tokens(pre: str) -> list[str]:
 
 def add_vocab(writer: gguf.GGUFWriter, pre: str) -> Vocab:
     """Write the tokenizer's metadata for pre-tokenizer ``pre``, a key of ``STYLES``."""
-    return _add_spm(writer) if pre == SPM else _add_bpe(writer, pre)
+    return _add_plain(writer, pre) if pre in (SPM, PLAIN_BPE) else _add_bpe(writer, pre)
 
 
-def _add_spm(writer: gguf.GGUFWriter) -> Vocab:
+def _add_plain(writer: gguf.GGUFWriter, pre: str) -> Vocab:
     style, control = STYLES[SPM], len(STYLES[SPM].control)
     alphabet = {char: bytes([byte]) for byte, char in enumerate(byte_alphabet())}
-    merged = []
-    for left, right in merge_rules():
-        raw = b"".join(alphabet[char] for char in left + right)
+    merged, merges = [], []
+    for pair in merge_rules():
+        raw = [b"".join(alphabet[char] for char in part) for part in pair]
         with suppress(UnicodeDecodeError):   # parts of a character are no token here
-            merged.append(raw.decode().replace(" ", "\N{LOWER ONE EIGHTH BLOCK}"))
+            merged.append(b"".join(raw).decode().replace(" ", "\N{LOWER ONE EIGHTH BLOCK}"))
+            merges.append(" ".join(part.decode().replace(" ", "\N{LOWER ONE EIGHTH BLOCK}") for part in raw))
     pieces = dict.fromkeys([*merged, *sorted({char for piece in merged for char in piece})])
     texts = [*style.control, *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
     types = [gguf.TokenType.CONTROL] * control + [gguf.TokenType.BYTE] * 256 + [gguf.TokenType.NORMAL] * len(pieces)
     types[style.control.index("<unk>")] = gguf.TokenType.UNKNOWN
-    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_model("llama" if pre == SPM else pre)
     writer.add_token_list(texts)
-    writer.add_token_scores([0.0] * (control + 256) + [-float(rank) for rank in range(len(pieces))])
+    if pre == SPM:
+        writer.add_token_scores([0.0] * (control + 256) + [-float(rank) for rank in range(len(pieces))])
+    else:
+        writer.add_token_merges(merges)
     writer.add_token_types(types)
     writer.add_bos_token_id(texts.index("<bos>"))
     writer.add_eos_token_id(texts.index(style.eos))

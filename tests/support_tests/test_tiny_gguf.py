@@ -17,6 +17,7 @@ from tests.support.tiny_gguf import (
     LOGIT_STD,
     WEIGHT_TYPES,
     write_tiny_gemma3,
+    write_tiny_gemma4,
     write_tiny_llama,
     write_tiny_qwen2,
     write_tiny_qwen3,
@@ -36,13 +37,16 @@ PLAIN_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=80)
 
 @pytest.fixture(
     scope="module",
-    params=["gemma3 with BOS", "llama", "llama with BOS", "qwen2", "qwen3", "qwen3moe", "qwen35", "qwen35moe"],
+    params=["gemma3 with BOS", "gemma4 with BOS", "llama", "llama with BOS", "qwen2", "qwen3", "qwen3moe", "qwen35",
+            "qwen35moe"],
 )
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
     path = tmp_path_factory.mktemp("tiny") / "model.gguf"
     match request.param:
         case "gemma3 with BOS":
             write_tiny_gemma3(path, seed=1)
+        case "gemma4 with BOS":
+            write_tiny_gemma4(path, seed=1)
         case "qwen2":
             write_tiny_qwen2(path, seed=1)
         case "qwen3":
@@ -152,7 +156,7 @@ def test_any_text_survives_the_tokenizer(model: Model, text: str) -> None:
 
 
 def test_bos_is_added_only_where_the_vocabulary_wants_it(model: Model, request: pytest.FixtureRequest) -> None:
-    """``llama-bpe`` and ``gemma3`` files start a text with BOS, the others do not."""
+    """``llama-bpe``, ``gemma3`` and ``gemma4`` files start a text with BOS, the others do not."""
     added = len(model.tokenize("river")) - len(model.tokenize("river", add_special=False))
     assert added == int(model.detokenize(model.tokenize("river")).startswith((b"<|begin_of_text|>", b"<bos>")))
     assert added == int("BOS" in request.node.name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from math import sqrt
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,9 @@ from kvs_core.device.base import (
     GdnShape,
     GdnState,
     GdnWeights,
+    MixtureWeights,
+    Part,
+    PerLayerWeights,
     RopeTable,
     StepInputs,
     StepSizes,
@@ -25,7 +29,7 @@ from kvs_core.device.base import (
 from kvs_core.device.cuda.context import Context
 from kvs_core.device.cuda.kernel import Gemm, Kernel, Launcher
 from kvs_core.device.cuda.ops import attend_decode, attend_prefill, embed, gdn, write_kv
-from kvs_core.device.cuda.ops.attend_decode import AttendDecode
+from kvs_core.device.cuda.ops.attend_decode import LEAST_SHARED_FOR_512, AttendDecode
 from kvs_core.device.cuda.ops.attend_prefill import AttendPrefill
 from kvs_core.device.cuda.ops.embed import Embed, Rope
 from kvs_core.device.cuda.ops.experts import Experts
@@ -34,6 +38,8 @@ from kvs_core.device.cuda.ops.gdn import Gdn
 from kvs_core.device.cuda.ops.matmul import MAX_ROWS, DecodeMatmul
 from kvs_core.device.cuda.ops.norm import Norm
 from kvs_core.device.cuda.ops.norm import instances as norm_instances
+from kvs_core.device.cuda.ops.per_layer import PerLayer
+from kvs_core.device.cuda.ops.per_layer import instances as per_layer_instances
 from kvs_core.device.cuda.ops.prefill_matmul import PrefillMatmul
 from kvs_core.device.cuda.ops.prefill_matmul import instances as prefill_matmul_instances
 from kvs_core.device.cuda.ops.sample import MAX_TOP_K, Sample
@@ -49,6 +55,7 @@ from kvs_core.paging.geometry import KvType, PageGeometry, PageOrder
 from kvs_core.paging.spans import LayerPlan
 
 _LEAST_HEAD_DIM, _MOST_HEAD_DIM = 32, 256
+_WIDE_HEAD_DIM = 512   # beside those, where there is shared memory for it
 
 
 class CudaOps:
@@ -69,6 +76,7 @@ class CudaOps:
         self._attend_prefill = AttendPrefill(context)
         self._gdn = Gdn(context)
         self._sample = Sample(context)
+        self._per_layer = PerLayer(context)
         self._plans: PlanTables | None = None
         self._tables: list[CudaWeight] = []
         self._names: tuple[str, ...] = ()
@@ -77,11 +85,13 @@ class CudaOps:
 
     def capabilities(self, name: str) -> Capabilities:
         """What there are kernels for."""
+        wide = {_WIDE_HEAD_DIM} if self._context.launcher.shared_bytes >= LEAST_SHARED_FOR_512 else set()
         return Capabilities(
             device=name,
             kv_pairs=frozenset(itertools.product(KvType, KvType)),
-            head_dims=frozenset(range(_LEAST_HEAD_DIM, _MOST_HEAD_DIM + 1, 16)),
+            head_dims=frozenset(range(_LEAST_HEAD_DIM, _MOST_HEAD_DIM + 1, 16)) | wide,
             max_decode_rows=MAX_ROWS,
+            parts=frozenset({Part.PER_LAYER}),
         )
 
     def page_order(self, geometry: PageGeometry) -> PageOrder:
@@ -94,7 +104,9 @@ class CudaOps:
 
     def scratch(self, phase: Phase, sizes: StepSizes) -> list[BufferSpec]:
         """The families' buffers."""
-        families = (self._matmul, self._prefill_matmul, self._experts, self._gdn, self._sample)
+        families = (
+            self._matmul, self._prefill_matmul, self._experts, self._gdn, self._sample, self._per_layer,
+        )
         specs = [spec for family in families for spec in family.scratch(phase, sizes)]
         self._names = tuple(dict.fromkeys([*self._names, *(spec.name for spec in specs)]))
         return specs
@@ -116,7 +128,7 @@ class CudaOps:
 
     def kernels(
         self, weights: Sequence[CudaWeight], experts: Sequence[ExpertStack], tables: Sequence[CudaWeight],
-        geometry: PageGeometry, attention: Sequence[AttentionParams], recurrent: Sequence[GdnShape],
+        geometries: Sequence[PageGeometry], attention: Sequence[AttentionParams], recurrent: Sequence[GdnShape],
         activation: Activation,
     ) -> list[Kernel]:
         """All that a model with these parts launches."""
@@ -127,13 +139,15 @@ class CudaOps:
             kernels += expert_kernels(experts, activation)
         for table in tables:
             kernels += embed.kernels_for(table.sections[0].quant)
-        for params in attention:
+        for params, geometry in zip(attention, geometries, strict=True):
             kernels += write_kv.kernels_for(params, geometry)
             kernels += attend_decode.kernels_for(params, geometry, launcher)
             kernels += attend_prefill.kernels_for(geometry, launcher.shared_bytes, window=params.window)
         for shape in recurrent:
             kernels += gdn.kernels_for(shape, launcher.shared_bytes)
         kernels += itertools.chain(prefill_matmul_instances(arch), sample_instances(arch), norm_instances(arch))
+        if len(tables) > 1:   # embeddings per layer have a table of their own
+            kernels += per_layer_instances(arch)
         return list(dict.fromkeys(kernels))
 
     def begin_step(self, inputs: StepInputs) -> None:
@@ -190,6 +204,40 @@ class CudaOps:
     def add_experts(self, x: Buffer, norm: Buffer, weights: ExpertWeights, *, eps: float, phase: Phase) -> None:
         """See ``Ops.add_experts``."""
         self._experts.add(x, norm, weights, eps=eps, phase=phase)
+
+    def add_mixture(self, x: Buffer, weights: MixtureWeights, *, eps: float, phase: Phase) -> None:
+        """See ``Ops.add_mixture``. There are no kernels for it, as ``capabilities`` says."""
+        raise AssertionError("experts beside a dense feed-forward on a device that refuses them")
+
+    def per_layer_inputs(self, x: Buffer, weights: PerLayerWeights, out: Buffer, *, eps: float, phase: Phase) -> None:
+        """See ``Ops.per_layer_inputs``."""
+        table = weights.table
+        assert isinstance(table, CudaWeight)
+        self._embed.rows(table, out, sqrt(len(weights.norm)))
+        projected = self._product(x, weights.project, phase)
+        self._per_layer.inputs(out, projected, weights.norm, x.shape[1], eps=eps)
+
+    def add_per_layer(
+        self, x: Buffer, inputs: Buffer, gate: Weight, project: Weight, norm: Buffer, *, eps: float, phase: Phase
+    ) -> None:
+        """See ``Ops.add_per_layer``."""
+        rows = self._product(x, gate, phase)
+        self._per_layer.gate(rows, inputs)
+        self.add_normed(rows, project, norm, x, eps=eps, phase=phase)
+
+    def _product(self, x: Buffer, weight: Weight, phase: Phase) -> Buffer:
+        """x @ weight.T, in the scratch until the next.   x [T, n_in]; the result [T, n_out], contiguous"""
+        out = self._per_layer.rows(len(x), weight.n_out)
+        self._write.clear(out)
+        self.add_projected(x, weight, out, phase=phase)
+        if phase is Phase.DECODE:
+            self._matmul.flush()
+        return out
+
+    def scale(self, x: Buffer, factor: float) -> None:
+        """See ``Ops.scale``."""
+        self._matmul.flush()
+        self._norm.scale(x, factor)
 
     def load_plan(self, layer: int, rows: int, plan: LayerPlan) -> DevicePlan:
         """See ``Ops.load_plan``."""

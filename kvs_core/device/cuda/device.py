@@ -204,15 +204,15 @@ class CudaDevice:
         return CudaOutline(self._ops, self._runtime.launcher)
 
     def prepare_ops(
-        self, geometry: PageGeometry, attention: Sequence[AttentionParams], recurrent: Sequence[GdnShape],
-        activation: Activation, progress: Progress | None = None,
+        self, geometries: Sequence[PageGeometry], attention: Sequence[AttentionParams],
+        recurrent: Sequence[GdnShape], activation: Activation, progress: Progress | None = None,
     ) -> None:
         """See ``Device``: compile what the model's steps will launch, or find it in the cache on disk."""
         self._files.finish()
         self._weights.finish()
         weights = list(self._weights.weights)
         kernels = self._ops.kernels(
-            weights, self._weights.stacks, self._tables, geometry, attention, recurrent, activation
+            weights, self._weights.stacks, self._tables, geometries, attention, recurrent, activation
         )
         self._runtime.launcher.prepare(kernels, progress)
 

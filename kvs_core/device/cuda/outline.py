@@ -80,6 +80,9 @@ class CudaOutline:
 
     def load_table(self, info: TensorInfo) -> Weight:
         """See ``ModelDevice``."""
+        for table in self._tables:
+            if table.name == info.name:
+                return table
         n_in, n_out = info.shape
         rows = RowsSection(info.quant, 0, n_out, row_bytes(info.quant, n_in), None, None)
         self._tables.append(CudaWeight(info.name, n_in, n_out, (rows,), None))
@@ -99,15 +102,15 @@ class CudaOutline:
         return np.array(buffer)
 
     def begin_ops(
-        self, geometry: PageGeometry, attention: Sequence[AttentionParams], recurrent: Sequence[GdnShape],
-        activation: Activation,
+        self, geometries: Sequence[PageGeometry], attention: Sequence[AttentionParams],
+        recurrent: Sequence[GdnShape], activation: Activation,
     ) -> None:
         """See ``Outline``."""
         weights, stacks = list(self._weights.weights), self._weights.stacks
         sections = [section for weight in weights for section in weight.sections]
         sections += [part.section for stack in stacks for part in stack.parts]
         records = {section.quant for section in sections if isinstance(section, RecordSection)}
-        kernels = self._ops.kernels(weights, stacks, self._tables, geometry, attention, recurrent, activation)
+        kernels = self._ops.kernels(weights, stacks, self._tables, geometries, attention, recurrent, activation)
         self._launcher.begin([*map(repack_kernel, sorted(records)), *kernels])
 
 

@@ -26,6 +26,7 @@ from kvs_core.device.base import (
     GdnShape,
     Joined,
     Ops,
+    Part,
     RopeTable,
     StepInputs,
     StepSizes,
@@ -102,6 +103,7 @@ class HostDevice:
             kv_pairs=frozenset(itertools.product(KvType, KvType)),
             head_dims=None,
             max_decode_rows=_PROBE_ROWS,
+            parts=frozenset(Part),
         )
         self._debug = debug or HostDebug()
         self._compute, self._copy, self._publish = ComputeStream(), CopyStream("copy"), CopyStream("publish")
@@ -218,8 +220,8 @@ class HostDevice:
         """See ``Device``."""
 
     def prepare_ops(
-        self, geometry: PageGeometry, attention: Sequence[AttentionParams], recurrent: Sequence[GdnShape],
-        activation: Activation, progress: Progress | None = None,
+        self, geometries: Sequence[PageGeometry], attention: Sequence[AttentionParams],
+        recurrent: Sequence[GdnShape], activation: Activation, progress: Progress | None = None,
     ) -> None:
         """See ``Device``. Nothing is compiled."""
 

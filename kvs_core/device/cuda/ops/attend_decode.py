@@ -21,12 +21,16 @@ from kvs_core.units import ceil_div
 MAX_ROWS = 8
 """Rows of a decode step."""
 
+LEAST_SHARED_FOR_512 = 99 << 10
+"""Shared memory of a block that heads of 512 need."""
+
 _PLAN_ENTRY = 16           # bytes of a call in the plan table
 _BULK_COPIES = 90          # the first arch that has them
 _COLUMN_TILE = 8           # query columns of one tensor-core product
 _MOST_TILES = 6            # of a pass: what registers hold
 _FRAGMENT_THREADS = 512
-_SEGMENT_LANES = 16        # segments that a block of fold.cu merges at a time
+_SEGMENT_LANES = 16        # segments that a block of fold.cu merges at a time, of heads up to _WIDE
+_WIDE = 256                # dims of V beyond which a block has twice the warps, so that registers hold its sums
 
 _ATTEND_ARGS = (PTR, PTR, I64, PTR, PTR, PTR, PTR, PTR, I32)   # q; pool, slot bytes; step; slots, call, parts; scratch
 _FOLD_ARGS = (PTR, PTR, PTR, I32, PTR, I32)                    # call, folds; scratch; segments
@@ -136,6 +140,9 @@ def instances(arch: int) -> Iterator[Kernel]:
         layers.append((_layer(heads, kv_heads, KvType.F16, KvType.F16, k_dim, v_dim), rows))
     layers.append((_layer(24, 4, KvType.Q8_0, KvType.Q4_0, 256, 256, PageOrder.FRAGMENTS, gated=True, window=1024), 4))
     layers.append((_layer(4, 1, KvType.Q8_0, KvType.Q8_0, 256, 256, window=512), 8))
+    if shared_bytes >= LEAST_SHARED_FOR_512:
+        for k_type, v_type, rows in ((KvType.Q8_0, KvType.Q4_0, 1), (KvType.F16, KvType.F16, 8)):
+            layers.append((_layer(16, 2, k_type, v_type, 512, 512), rows))
     for (params, geometry), rows in layers:
         yield variant_for(params, geometry, rows, arch, shared_bytes).kernel
         yield _fold(params.heads, params.kv_heads, params.v_dim, rows)
@@ -179,11 +186,15 @@ def _over_rows(geometry: PageGeometry, rep: int, rows: int, window: int, arch: i
     k_dim, v_dim = geometry.k_dim, geometry.v_dim
     # The tile decides about bits: it depends on the pages alone, never on rows.
     tile = 64 if geometry.page_tokens % 64 == 0 and max(k_dim, v_dim) <= 128 else 32
-    warps = 4 if v_dim <= 64 else 8
-    passes, tiles = _column_tiles(rows * rep, min(_MOST_TILES, warps))
+    warps = 4 if v_dim <= 64 else 8 if v_dim <= _WIDE else 16
     blocks_of_32 = ceil_div(k_dim, 32)
     own = tile * (64 * blocks_of_32 + 2 * v_dim)   # keys and values in float16
-    own += tiles * _COLUMN_TILE * (64 * (blocks_of_32 | 1) + 2 * tile + 32 + 8)   # queries, weights, maxima
+    of_column_tile = _COLUMN_TILE * (64 * (blocks_of_32 | 1) + 2 * tile + 32 + 8)   # queries, weights, maxima
+    most = min(_MOST_TILES, warps)
+    if v_dim > _WIDE:
+        most = min(most, (shared_bytes - own) // of_column_tile)
+    passes, tiles = _column_tiles(rows * rep, most)
+    own += tiles * of_column_tile
     stored = tile * (geometry.k_row_bytes + geometry.v_row_bytes) + 8             # and a barrier
     ring = 2 if arch >= _BULK_COPIES and own + 2 * stored <= shared_bytes else 0
     size = own + ring * stored
@@ -202,7 +213,8 @@ def _over_rows(geometry: PageGeometry, rep: int, rows: int, window: int, arch: i
 
 
 def _fold_threads(v_dim: int) -> int:
-    return _SEGMENT_LANES * v_dim // 4
+    lanes = _SEGMENT_LANES if v_dim <= _WIDE else _SEGMENT_LANES // 2
+    return lanes * v_dim // 4
 
 
 @cache

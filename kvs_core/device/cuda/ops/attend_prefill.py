@@ -12,6 +12,7 @@ import numpy as np
 from kvs_core.device.base import AttentionParams, Buffer
 from kvs_core.device.cuda.context import Context
 from kvs_core.device.cuda.kernel import I32, I64, PTR, Kernel
+from kvs_core.device.cuda.ops.attend_decode import LEAST_SHARED_FOR_512
 from kvs_core.device.cuda.plan import DevicePlan
 from kvs_core.errors import CapabilityError
 from kvs_core.paging.geometry import KvType, PageGeometry, PageOrder, hadamard_block
@@ -28,6 +29,11 @@ _WEIGHT_LOG2 = 8.0   # PARTIAL_WEIGHT_LOG2 of common/partials.cuh: a weight is 2
 
 _WIDEST_FOR_TWO = 128
 """Dims of V up to which registers hold the sums of two query tiles of a warp."""
+
+_WIDEST_FOR_ONE = 256
+"""Dims beyond which they hold half of those of a single query tile."""
+_MOST_WIDE_PAIRS = 64
+"""Of a block of such heads: more would leave its warps too few registers."""
 
 _SHAPES = ((128, 64), (128, 32), (64, 32), (32, 32), (32, 16), (16, 16))
 """(row, query head) pairs of a block and keys of a tile, the fastest first; each needs less shared memory."""
@@ -123,6 +129,9 @@ def instances(arch: int) -> Iterator[Kernel]:
     yield from kernels_for(fragments, shared_bytes)
     yield from kernels_for(fragments, shared_bytes, window=1024)
     yield from kernels_for(_pages(KvType.Q8_0, KvType.Q8_0, 256, 256), shared_bytes, window=512)
+    if shared_bytes >= LEAST_SHARED_FOR_512:
+        for k_type, v_type in ((KvType.Q8_0, KvType.Q4_0), (KvType.F16, KvType.F16)):
+            yield from kernels_for(_pages(k_type, v_type, 512, 512), shared_bytes)
 
 
 def _pages(
@@ -136,6 +145,8 @@ def _pages(
 def _tiling(geometry: PageGeometry, shared_bytes: int) -> _Tiling:
     """The fastest that fits. Its keys divide a page, so that tiles are the same however the pages are split."""
     for pairs, keys in _SHAPES:
+        if geometry.v_dim > _WIDEST_FOR_ONE and pairs > _MOST_WIDE_PAIRS:
+            continue
         tiling = _divided(geometry, pairs, keys)
         if tiling.shared_bytes <= shared_bytes and geometry.page_tokens % keys == 0:
             return tiling
@@ -146,9 +157,11 @@ def _tiling(geometry: PageGeometry, shared_bytes: int) -> _Tiling:
 
 
 def _divided(geometry: PageGeometry, pairs: int, keys: int) -> _Tiling:
-    """Two query tiles a warp if there are as many, shared by two warps if they are wide."""
+    """Two query tiles a warp if there are as many, shared by two warps if they are wide; of the widest heads one."""
     query_tiles, sharers = min(2, pairs // 16), 1
-    if geometry.v_dim > _WIDEST_FOR_TWO:
+    if geometry.v_dim > _WIDEST_FOR_ONE:
+        query_tiles, sharers = 1, 2
+    elif geometry.v_dim > _WIDEST_FOR_TWO:
         query_tiles = sharers = 2 if pairs >= 32 and keys >= 32 and geometry.v_dim % 32 == 0 else 1
     # Queries, keys, values, raw keys, raw values, weights and maxima: as the source places them.
     k_row = ceil_div(geometry.k_dim, 32) * 64
@@ -157,7 +170,7 @@ def _divided(geometry: PageGeometry, pairs: int, keys: int) -> _Tiling:
         size += keys // 16 * _FRAGMENT_KEY_PIECE + _FRAGMENT_VALUE_QUARTER
     else:
         size += keys * (_raw_stride(geometry.k_row_bytes) + _raw_stride(geometry.v_row_bytes))
-    if sharers > 1:
+    if sharers > 1 and keys >= 32:   # each scores half of them
         size += pairs * (keys * 2 + sharers * 4)
     return _Tiling(pairs, keys, query_tiles, sharers, size)
 

@@ -75,7 +75,22 @@ class Embed:
             rope.cs = upload(np.zeros((max_rows, rope.n_rot // 2, 2), np.float32))
 
     def run(self, table: CudaWeight, x: Buffer, factor: float = 1.0) -> None:
-        """x[t] = row tokens[t] of the table times factor, zeros if it has none; then the rotary tables.
+        """``rows``; then the rotary tables."""
+        self.rows(table, x, factor)
+        context, decode = self._context, self._context.phase is Phase.DECODE
+        for rope in self._ropes.values():
+            pairs = rope.n_rot // 2
+            context.launcher.launch(
+                _ROPE, (ceil_div(pairs, _ROPE_PAIRS), context.rows, 1), _ROPE_PAIRS,
+                (
+                    rope.frequencies, pairs, context.step if decode else 0, 0 if decode else context.position,
+                    rope.cs_of(context.first_row),
+                ),
+                overlap=decode,
+            )
+
+    def rows(self, table: CudaWeight, x: Buffer, factor: float) -> None:
+        """x[t] = row tokens[t] of the table times factor, zeros if it has none.
 
         x      [T, n_in], contiguous
         table  one ``RowsSection``, in pinned host memory or on the device
@@ -94,16 +109,6 @@ class Embed:
             ),
             overlap=decode,
         )
-        for rope in self._ropes.values():
-            pairs = rope.n_rot // 2
-            context.launcher.launch(
-                _ROPE, (ceil_div(pairs, _ROPE_PAIRS), context.rows, 1), _ROPE_PAIRS,
-                (
-                    rope.frequencies, pairs, context.step if decode else 0, 0 if decode else context.position,
-                    rope.cs_of(context.first_row),
-                ),
-                overlap=decode,
-            )
 
 
 def kernels_for(quant: Quant) -> list[Kernel]:

@@ -123,7 +123,9 @@ class DecodeMatmul:
         return [
             BufferSpec("matmul_records", (ceil_div(widest, BLOCK), 2, rows, ACT_BYTES), np.uint8),
             BufferSpec("matmul_sums", (rows, ceil_div(widest, BLOCK)), np.float32),
-            BufferSpec("matmul_parts", (MOST_PARTS, rows, align_up(sizes.n_embd, 4)), np.float32),
+            BufferSpec(
+                "matmul_parts", (MOST_PARTS, rows, align_up(max(sizes.n_embd, sizes.per_layer_columns), 4)), np.float32
+            ),
             BufferSpec("matmul_rows", (rows, widest), np.float32),
             BufferSpec("matmul_gate_up", (rows, sizes.widest_out), np.float32),
         ]

@@ -14,12 +14,13 @@ _THREADS = 256
 _RMS_NORM = Kernel("norm.cu", "rms_norm", (PTR, I32, PTR, PTR, I32, I32, F32))
 _ADD_NORMED = Kernel("norm.cu", "add_normed", (PTR, I32, I32, PTR, PTR, I32, I32, F32))
 _SOFTCAP = Kernel("norm.cu", "softcap", (PTR, I32, I32, F32))
+_SCALE = Kernel("norm.cu", "scale_rows", (PTR, I32, I32, F32))
 _TAKE_KEPT = Kernel("norm.cu", "take_kept", (PTR, I32, PTR, PTR, I32))
 
 
 class Norm:
-    """The ops ``rms_norm``, ``softcap`` and ``take_kept``, and the end of ``add_normed``. A row's bits do not depend on
-    the others."""
+    """The ops ``rms_norm``, ``softcap``, ``scale`` and ``take_kept``, and the end of ``add_normed``. A row's bits
+    do not depend on the others."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -50,6 +51,13 @@ class Norm:
             overlap=self._decoding,
         )
 
+    def scale(self, x: Buffer, factor: float) -> None:
+        """See ``Ops.scale``.   x float32 [T, n], rows any distance apart"""
+        rows, n = x.shape
+        self._context.launcher.launch(
+            _SCALE, (ceil_div(n, _THREADS), rows, 1), _THREADS, (x, _stride(x), n, factor), overlap=self._decoding
+        )
+
     def take_kept(self, rows: Buffer, out: Buffer) -> None:
         """See ``Ops.take_kept``."""
         n = rows.shape[1]
@@ -70,4 +78,4 @@ def _stride(rows: Buffer) -> int:
 
 def instances(arch: int) -> Iterator[Kernel]:
     """All kernels, the same on every GPU."""
-    yield from (_RMS_NORM, _ADD_NORMED, _SOFTCAP, _TAKE_KEPT)
+    yield from (_RMS_NORM, _ADD_NORMED, _SOFTCAP, _SCALE, _TAKE_KEPT)

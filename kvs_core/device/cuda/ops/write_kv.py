@@ -54,8 +54,8 @@ class WriteKv:
         """
         rows, heads, kv_heads, rope = len(y), params.heads, params.kv_heads, params.rope
         self._context.launcher.launch(
-            _kernel(geometry, rope.n_rot, rope.interleaved, phase),
-            (ceil_div(heads + 2 * kv_heads, _HEADS), rows, 1), 32 * _HEADS,
+            _kernel(geometry, rope.n_rot, rope.interleaved, phase, params.v_norm, not params.shares),
+            (ceil_div(heads + (1 if params.shares else 2) * kv_heads, _HEADS), rows, 1), 32 * _HEADS,
             (
                 y, y.strides[0] // 4,
                 heads, kv_heads, params.q_columns // heads,
@@ -85,7 +85,9 @@ class WriteKv:
 
 def kernels_for(params: AttentionParams, geometry: PageGeometry) -> list[Kernel]:
     """What a layer of this kind needs."""
-    return [_ZERO_PAGE, *(_kernel(geometry, params.rope.n_rot, params.rope.interleaved, phase) for phase in Phase)]
+    n_rot, interleaved = params.rope.n_rot, params.rope.interleaved
+    kernels = (_kernel(geometry, n_rot, interleaved, phase, params.v_norm, not params.shares) for phase in Phase)
+    return [_ZERO_PAGE, *kernels]
 
 
 def instances(arch: int) -> Iterator[Kernel]:
@@ -97,8 +99,15 @@ def instances(arch: int) -> Iterator[Kernel]:
     for head_dim, n_rot in ((48, 12), (80, 20), (96, 24), (128, 128), (256, 64), (512, 512)):
         yield _kernel(_pages(KvType.F16, KvType.F16, head_dim), n_rot, False, Phase.PREFILL)
     yield _kernel(_pages(KvType.IQ4_NL, KvType.Q5_1, 512), 128, False, Phase.DECODE)
+    fragments, wide = (
+        _pages(KvType.Q8_0, KvType.Q4_0, dim, order)
+        for dim, order in ((256, PageOrder.FRAGMENTS), (512, PageOrder.ROWS))
+    )
     for phase in Phase:
-        yield _kernel(_pages(KvType.Q8_0, KvType.Q4_0, 256, PageOrder.FRAGMENTS), 64, False, phase)
+        yield _kernel(fragments, 64, False, phase)
+        for stores in (True, False):
+            yield _kernel(fragments, 256, False, phase, stores, stores)
+            yield _kernel(wide, 512, False, phase, stores, stores)
 
 
 def _or_null(buffer: Buffer | None) -> Buffer:
@@ -113,7 +122,9 @@ def _pages(k_type: KvType, v_type: KvType, head_dim: int, order: PageOrder = Pag
 
 
 @cache
-def _kernel(geometry: PageGeometry, n_rot: int, interleaved: bool, phase: Phase) -> Kernel:
+def _kernel(
+    geometry: PageGeometry, n_rot: int, interleaved: bool, phase: Phase, v_norm: bool = False, stores: bool = True
+) -> Kernel:
     return Kernel(
         "write_kv.cu", "write_kv", _ARGS,
         (
@@ -121,6 +132,7 @@ def _kernel(geometry: PageGeometry, n_rot: int, interleaved: bool, phase: Phase)
             ("DK", geometry.k_dim), ("DV", geometry.v_dim),
             ("K_ROTATION", geometry.k_rotation), ("V_ROTATION", geometry.v_rotation),
             ("N_ROT", n_rot), ("INTERLEAVED", int(interleaved)),
+            ("V_NORM", int(v_norm)), ("STORES", int(stores)),
             ("FRAGMENTS", int(geometry.order is PageOrder.FRAGMENTS)), ("DECODE", int(phase is Phase.DECODE)),
         ),
     )

@@ -6,8 +6,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvs_core.device.base import Activation, AttentionParams, Buffer, ExpertWeights, StepInputs, Weight
-from kvs_core.device.host.ops import attention, basic, experts, gdn, kv_shift, kv_write
+from kvs_core.device.base import (
+    Activation,
+    AttentionParams,
+    Buffer,
+    ExpertWeights,
+    MixtureWeights,
+    PerLayerWeights,
+    StepInputs,
+    Weight,
+)
+from kvs_core.device.host.ops import attention, basic, experts, gdn, kv_shift, kv_write, per_layer
 from kvs_core.device.host.workers import Team
 from kvs_core.memory.phases import Phase
 from kvs_core.paging.geometry import PageGeometry
@@ -72,6 +81,24 @@ class HostOps:
         """See ``Ops.add_experts``."""
         experts.add_experts(x, norm, weights, eps=eps, phase=phase, team=self._team)
 
+    def add_mixture(self, x: Buffer, weights: MixtureWeights, *, eps: float, phase: Phase) -> None:
+        """See ``Ops.add_mixture``."""
+        experts.add_mixture(x, weights, eps=eps, phase=phase, team=self._team)
+
+    def per_layer_inputs(self, x: Buffer, weights: PerLayerWeights, out: Buffer, *, eps: float, phase: Phase) -> None:
+        """See ``Ops.per_layer_inputs``."""
+        per_layer.inputs(self._step.tokens, x, weights, out, eps=eps, phase=phase, team=self._team)
+
+    def add_per_layer(
+        self, x: Buffer, inputs: Buffer, gate: Weight, project: Weight, norm: Buffer, *, eps: float, phase: Phase
+    ) -> None:
+        """See ``Ops.add_per_layer``."""
+        per_layer.add(x, inputs, gate, project, norm, eps=eps, phase=phase, team=self._team)
+
+    def scale(self, x: Buffer, factor: float) -> None:
+        """See ``Ops.scale``."""
+        basic.scale(x, factor)
+
     def top_logits(self, logits: Buffer, k: int) -> None:
         """See ``Ops.top_logits``. The host has all logits at hand."""
 
@@ -103,23 +130,27 @@ class HostOps:
         rows, position = len(y), self._step.first_position
         heads, kv_heads, k_dim, v_dim = params.heads, params.kv_heads, params.k_dim, params.v_dim
         queries = y[:, : params.q_columns].reshape(rows, heads, -1)[..., :k_dim]
-        keys, values = np.split(y[:, params.q_columns :], [kv_heads * k_dim], axis=1)
-        k, v = keys.reshape(rows, kv_heads, k_dim).copy(), values.reshape(rows, kv_heads, v_dim)
         q = q[:rows]
         if params.q_norm is None:
             q[...] = queries
         else:
             basic.rms_norm(queries, params.q_norm, q, eps=params.eps)
-        if params.k_norm is not None:
-            basic.rms_norm(k, params.k_norm, k, eps=params.eps)
         basic.rope(q, position, params.rope)
-        basic.rope(k, position, params.rope)
         basic.scale(q, params.scale)
         if geometry.k_rotation:
             basic.hadamard(q, geometry.k_rotation)
+        if params.shares:
+            return
+        keys, values = np.split(y[:, params.q_columns :], [kv_heads * k_dim], axis=1)
+        k, v = keys.reshape(rows, kv_heads, k_dim).copy(), values.reshape(rows, kv_heads, v_dim).copy()
+        if params.k_norm is not None:
+            basic.rms_norm(k, params.k_norm, k, eps=params.eps)
+        basic.rope(k, position, params.rope)
+        if params.v_norm:
+            basic.rms_norm(v, np.float32(1.0), v, eps=params.eps)
+        if geometry.k_rotation:
             basic.hadamard(k, geometry.k_rotation)
         if geometry.v_rotation:
-            v = v.copy()
             basic.hadamard(v, geometry.v_rotation)
         kv_write.kv_write(k, v, pool, geometry, row_spans(position, rows, geometry.page_tokens, plan.slots))
 

@@ -6,9 +6,11 @@ its own, and it adds its experts in the order of their numbers: its bits do not 
 
 from __future__ import annotations
 
+from math import sqrt
+
 import numpy as np
 
-from kvs_core.device.base import Buffer, ExpertWeights, Weight
+from kvs_core.device.base import Activation, Buffer, ExpertWeights, MixtureWeights, Weight
 from kvs_core.device.host.ops.basic import gated, matmul, rms_norm, sigmoid
 from kvs_core.device.host.workers import Team
 from kvs_core.memory.phases import Phase
@@ -30,27 +32,65 @@ def add_experts(
     x: Buffer, norm: Buffer, weights: ExpertWeights, *, eps: float, phase: Phase, team: Team
 ) -> None:
     """See ``Ops.add_experts``."""
-    def multiply(rows: Buffer, weight: Weight) -> Buffer:
-        out = np.empty((len(rows), weight.n_out), np.float32)
-        matmul(rows, weight, out, phase=phase, team=team)
-        return out
-
-    def feed_forward(rows: Buffer, gate_up: Weight, down: Weight) -> Buffer:
-        hidden = np.empty((len(rows), down.n_in), np.float32)
-        gated(multiply(rows, gate_up), hidden, weights.activation)
-        return multiply(hidden, down)
-
+    products = _Products(weights.activation, phase, team)
     y = np.empty_like(x)
     rms_norm(x, norm, y, eps=eps)
-    chosen, shares = choose(multiply(y, weights.router), weights.used)
-    total = np.zeros_like(x)
-    for expert in np.unique(chosen).tolist():
-        rows, ranks = np.nonzero(chosen == expert)
-        made = feed_forward(y[rows], weights.gate_up[expert], weights.down[expert])
-        total[rows] += shares[rows, ranks, None] * made
+    total = _routed(y, y, weights, products)
     if weights.shared_gate is not None:
         assert weights.shared_gate_up is not None
         assert weights.shared_down is not None
-        made = feed_forward(y, weights.shared_gate_up, weights.shared_down)
+        made = products.feed_forward(y, weights.shared_gate_up, weights.shared_down)
         total += sigmoid(np.sum(y * weights.shared_gate, axis=-1, keepdims=True)) * made
     x += total
+
+
+def add_mixture(x: Buffer, weights: MixtureWeights, *, eps: float, phase: Phase, team: Team) -> None:
+    """See ``Ops.add_mixture``."""
+    products = _Products(weights.experts.activation, phase, team)
+
+    def normed(rows: Buffer, norm: Buffer) -> Buffer:
+        out = np.empty_like(rows)
+        rms_norm(rows, norm, out, eps=eps)
+        return out
+
+    total = normed(products.feed_forward(normed(x, weights.norm), weights.gate_up, weights.down), weights.dense_norm)
+    asked = normed(x, weights.router_scale / np.float32(sqrt(x.shape[1])))
+    routed = _routed(normed(x, weights.experts_norm), asked, weights.experts, products, weights.expert_scales)
+    total += normed(routed, weights.sum_norm)
+    x += normed(total, weights.post_norm)
+
+
+class _Products:
+    """What the matrices make of rows, in memory of their own."""
+
+    def __init__(self, activation: Activation, phase: Phase, team: Team) -> None:
+        self._activation = activation
+        self._phase = phase
+        self._team = team
+
+    def multiply(self, rows: Buffer, weight: Weight) -> Buffer:
+        """rows @ weight.T"""
+        out = np.empty((len(rows), weight.n_out), np.float32)
+        matmul(rows, weight, out, phase=self._phase, team=self._team)
+        return out
+
+    def feed_forward(self, rows: Buffer, gate_up: Weight, down: Weight) -> Buffer:
+        """down(activation(gate(rows)) * up(rows))"""
+        hidden = np.empty((len(rows), down.n_in), np.float32)
+        gated(self.multiply(rows, gate_up), hidden, self._activation)
+        return self.multiply(hidden, down)
+
+
+def _routed(
+    y: Buffer, asked: Buffer, weights: ExpertWeights, products: _Products, scales: np.ndarray | None = None
+) -> Buffer:
+    """The sum of what a row's experts make of y, by the shares that ``asked`` gives them and perhaps their scales."""
+    chosen, shares = choose(products.multiply(asked, weights.router), weights.used)
+    if scales is not None:
+        shares *= scales[chosen]
+    total = np.zeros_like(y)
+    for expert in np.unique(chosen).tolist():
+        rows, ranks = np.nonzero(chosen == expert)
+        made = products.feed_forward(y[rows], weights.gate_up[expert], weights.down[expert])
+        total[rows] += shares[rows, ranks, None] * made
+    return total
