@@ -102,29 +102,31 @@ def _batch_ends(by_layer: Sequence[Sequence[Run]], ring_slots: int) -> tuple[int
 
     Each wait of one stream for another costs microseconds, for which a GPU stands still. A batch takes a part of the
     ring, so that the link fills the rest meanwhile; that its runs lie apart means that all of them can be there at
-    once when what came before it has been given back.
+    once when what came before it has been given back. A step begins and ends with a full ring: until its first batch
+    has been read the link has nothing to do, and behind its last one the kernels have little, so these are small.
     """
     most = ring_slots // _BATCH_SHARE
+    units: list[Sequence[Run]] = []
+    for runs in by_layer:
+        small = 0 < sum(run.pages for run in runs) <= most and _lie_apart(runs)
+        units += [runs] if small else [[run] for run in runs]
     ends: list[int] = []
     batch: list[Run] = []
+    for number, unit in enumerate(units):
+        together = [*batch, *unit]
+        if batch and (
+            number in (1, len(units) - 1) or sum(run.pages for run in together) > most or not _lie_apart(together)
+        ):
+            ends += [len(ends) + len(batch)] * len(batch)
+            batch = []
+        batch += unit
+    return (*ends, *[len(ends) + len(batch)] * len(batch))
 
-    def close() -> None:
-        ends.extend([len(ends) + len(batch)] * len(batch))
-        batch.clear()
 
-    for runs in by_layer:
-        whole = sum(run.pages for run in runs) <= most
-        for unit in [runs] if whole else [[run] for run in runs]:
-            slots = [slot for run in (*batch, *unit) for slot in run.slots]
-            if batch and (len(slots) > most or len(set(slots)) < len(slots)):
-                close()
-            for run in unit:
-                # Runs that an earlier schedule placed may lie anywhere.
-                if not {slot for each in batch for slot in each.slots}.isdisjoint(run.slots):
-                    close()
-                batch.append(run)
-    close()
-    return tuple(ends)
+def _lie_apart(runs: Sequence[Run]) -> bool:
+    """Runs that an earlier schedule placed may lie anywhere."""
+    slots = [slot for run in runs for slot in run.slots]
+    return len(set(slots)) == len(slots)
 
 
 def _even_part(pages: int, length: int) -> int:

@@ -197,10 +197,12 @@ def test_runs_that_begin_elsewhere_are_not_the_head() -> None:
 
 
 def test_small_layers_share_a_batch() -> None:
-    """Up to a fourth of the ring, and whole; the runs of a larger layer follow one by one."""
-    schedule = plan_schedule([range(8), range(4), range(0), range(8), range(40), range(4)], ring_slots=64, run_pages=8)
+    """Up to a fourth of the ring, and whole; the runs of a larger layer follow one by one. The first and the last
+    stand alone."""
+    cuts = [range(8), range(8), range(4), range(0), range(8), range(40), range(4), range(4), range(4)]
+    schedule = plan_schedule(cuts, ring_slots=64, run_pages=8)
     assert [[(run.layer, run.pages) for run in batch] for batch in batches(schedule)] == [
-        [(0, 8), (1, 4)], [(3, 8), (4, 8)], [(4, 8), (4, 8)], [(4, 8), (4, 8)], [(5, 4)],
+        [(0, 8)], [(1, 8), (2, 4)], [(4, 8), (5, 8)], [(5, 8), (5, 8)], [(5, 8), (5, 8)], [(6, 4), (7, 4)], [(8, 4)],
     ]
     one_by_one = plan_schedule([range(8), range(8)], ring_slots=31, run_pages=4)
     assert [len(batch) for batch in batches(one_by_one)] == [1, 1, 1, 1]
@@ -208,10 +210,10 @@ def test_small_layers_share_a_batch() -> None:
 
 def test_runs_that_lie_across_each_other_share_no_batch() -> None:
     """What was copied under another schedule may lie where this one puts the next run."""
-    kept = [Run(0, 0, 4, 6), Run(0, 4, 4, 0)]
-    schedule = plan_schedule([range(8), range(4)], ring_slots=64, run_pages=8, kept=kept)
-    assert [run.first_slot for run in schedule.runs] == [6, 0, 4]
-    assert [len(batch) for batch in batches(schedule)] == [2, 1]
+    kept = [Run(0, 0, 4, 20), Run(1, 0, 4, 6), Run(1, 4, 4, 0)]
+    schedule = plan_schedule([range(4), range(8), range(4), range(4)], ring_slots=64, run_pages=8, kept=kept)
+    assert [run.first_slot for run in schedule.runs] == [20, 6, 0, 4, 8]
+    assert [len(batch) for batch in batches(schedule)] == [1, 2, 1, 1]
 
 
 def test_kept_runs_must_be_the_head() -> None:
