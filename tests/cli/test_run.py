@@ -268,7 +268,11 @@ COMMAND = (sys.executable, "-c", "import sys; from kvs_cli.app import main; sys.
 def start(path: Path, *flags: str) -> subprocess.Popen[bytes]:
     line = [*COMMAND, "-m", str(path), "-p", "hello", "--ignore-eos", "-c", "32768", *flags]
     root = Path(__file__).parents[2]
-    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=root, env=os.environ.copy())
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)   # a background job ignores it, and hands that on
+    try:
+        return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=root, env=os.environ.copy())
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_an_interrupt_ends_the_text_and_keeps_it(tiny_llama: Path) -> None:
