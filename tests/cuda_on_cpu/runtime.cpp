@@ -26,6 +26,7 @@ struct Copy {
   u32 dst;
   const void* src;
   u32 bytes, bar, group;
+  bool there;
 };
 struct Copies {
   Copy* list = nullptr;
@@ -36,7 +37,7 @@ struct Copies {
   }
 };
 
-enum State { READY, MEETING, AT_BARRIER, ON_COPIES, RETURNED };
+enum State { READY, MEETING, AT_BARRIER, ON_COPIES, ON_PREDECESSOR, RETURNED };
 struct Fiber : Here {
   Context context;
   State state;
@@ -58,7 +59,11 @@ u32 ready_first, n_ready, n_threads, n_live;
 Copies bulk;
 char* stacks;
 Context scheduler;
-bool failed, waited_for_predecessor;
+bool failed, waited_for_predecessor, triggered;
+Trigger trigger_of_launch;
+Span* spans;          // what kernels that may still run will have changed; none: the launch does not run ahead
+u32 n_spans;
+bool in_past;         // memory is as it was before them
 char message[512];
 char *shared_begin, *shared_end, *dynamic_begin;
 void (*kernel)(void**);
@@ -132,12 +137,45 @@ void describe_deadlock() {
            "issued, %u have returned", counts[MEETING], counts[AT_BARRIER], counts[ON_COPIES], counts[RETURNED]);
 }
 
+// ---- before pdl_wait a block sees the past, behind it the present ----
+
+void exchange(bool to_past) {
+  for (u32 i = 0; i < n_spans; i++) {
+    Span& span = spans[i];
+    if (to_past) {
+      memcpy(span.present, span.at, span.bytes);
+      memcpy(span.at, span.past, span.bytes);
+    } else {
+      for (u32 b = 0; b < span.bytes; b++)   // what it wrote early stays
+        if (span.at[b] == span.past[b]) span.at[b] = span.present[b];
+    }
+  }
+  in_past = to_past;
+}
+void finish_copy(const Copy& copy) {
+  if (!copy.there) memcpy(shared_pointer(copy.dst), copy.src, copy.bytes);
+}
+// Everybody waits for the predecessor: copies that are on their way have read the past, and it is done.
+bool end_past() {
+  const auto arrive = [](Copies& copies) {
+    for (u32 i = 0; i < copies.n; i++) finish_copy(copies.list[i]), copies.list[i].there = true;
+  };
+  if (!in_past) return false;
+  arrive(bulk);
+  for (u32 i = 0; i < n_threads; i++) arrive(fibers[i].copies);
+  exchange(false);
+  for (u32 i = 0; i < n_threads; i++)
+    if (fibers[i].state == ON_PREDECESSOR) push(&fibers[i]);
+  return true;
+}
+
 bool run_block(bool backwards, u32 shared_bytes) {
   memset(shared_begin, 0xff, (size_t)(dynamic_begin - shared_begin) + shared_bytes);   // poison
   const char* dynamic_end = dynamic_begin + 227 * 1024;
   memset((char*)dynamic_end, 0xff, (size_t)(shared_end - dynamic_end));
   n_live = n_threads, n_ready = ready_first = bulk.n = 0;
-  waited_for_predecessor = failed = false;
+  waited_for_predecessor = failed = triggered = false;
+  if (n_spans) exchange(true);
   for (Barrier& at : barrier_of) at.n = 0;
   for (u32 i = 0; i < n_threads; i++) {
     Fiber& fiber = fibers[i];
@@ -154,7 +192,9 @@ bool run_block(bool backwards, u32 shared_bytes) {
     if (failed || !n_live) break;
     for (u32 i = 0; stirred && i < n_threads; i++)
       if (fibers[i].state == ON_COPIES) push(&fibers[i]);
-  } while (n_ready);
+  } while (n_ready || end_past());
+  if (in_past) exchange(false);
+  trigger_of_launch = triggered ? trigger_of_launch : NEVER;
   if (failed) return false;
   here = nullptr;
   if (n_live) return describe_deadlock(), false;
@@ -302,12 +342,10 @@ static void begin_copy(Copies& copies, const Copy& copy) {
   memset(shared_pointer(copy.dst), 0xff, copy.bytes);
   copies.add(copy);
 }
-static void finish_copy(const Copy& copy) { memcpy(shared_pointer(copy.dst), copy.src, copy.bytes); }
-
 static void (*count)(u32 bar, u32 arrivals, u32 bytes);
 
 void bulk_copy(u32 dst, const void* src, u32 bytes, u32 bar, void (*mbar_count)(u32, u32, u32)) {
-  begin_copy(bulk, {dst, src, bytes, bar, 0});
+  begin_copy(bulk, {dst, src, bytes, bar, 0, false});
   count = mbar_count;
   stirred = true;
 }
@@ -333,7 +371,7 @@ void wait_for_copies(u32 bar) {
 
 void cp_async(u32 dst, const void* src, u32 bytes) {
   Fiber* me = (Fiber*)here;
-  begin_copy(me->copies, {dst, src, bytes, 0, me->groups});
+  begin_copy(me->copies, {dst, src, bytes, 0, me->groups, false});
 }
 void cp_async_commit() { ((Fiber*)here)->groups++; }
 void cp_async_wait(u32 groups_left) {
@@ -347,7 +385,16 @@ void cp_async_wait(u32 groups_left) {
   me->copies.n = left;
 }
 
-void pdl_wait() { waited_for_predecessor = true; }
+void pdl_wait() {
+  waited_for_predecessor = true;
+  if (!in_past) return;
+  ((Fiber*)here)->state = ON_PREDECESSOR;
+  wait();
+}
+void pdl_trigger() {
+  if (!triggered && waited_for_predecessor && trigger_of_launch == BEFORE_WAIT) trigger_of_launch = BEHIND_WAIT;
+  triggered = true;
+}
 bool elect() {
   meet(~0u, [](void* const (&)[32]) {}, here);   // of a converged warp
   return here->lane == 0;
@@ -361,14 +408,18 @@ using namespace cpu;
 //   dynamic   the library's kvs_dynamic_shared
 //   seed      0: blocks in order; else in another order, a different one per seed
 //   overlap   the launch demands a pdl_wait
+//   past      launches that overlap and may not be done yet change these bytes: see Span
+//   trigger   is set to when the last block lets the next kernel start
 //   seconds   of processor time, after which it counts as endless
 extern "C" bool kvs_launch(void (*call)(void**), void** args, const u32* grid, u32 threads, u32 shared_bytes,
-                           void* dynamic, u32 seed, bool overlap, u32 seconds, char* error, u32 error_bytes) {
+                           void* dynamic, u32 seed, bool overlap, Span* past, u32 n_past, u32* trigger, u32 seconds,
+                           char* error, u32 error_bytes) {
   if (!stacks) {
     stacks = (char*)mmap(nullptr, most_threads * stack_bytes, PROT_READ | PROT_WRITE,
                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     for (u32 i = 0; i < most_threads; i++) mprotect(stacks + i * stack_bytes, guard_bytes, PROT_NONE);
   }
+  spans = past, n_spans = n_past, in_past = false, trigger_of_launch = BEFORE_WAIT;
   kernel = call, kernel_args = args, n_threads = threads;
   grid_dim = {grid[0], grid[1], grid[2]}, block_dim = {threads, 1, 1};
   dynamic_begin = (char*)dynamic;
@@ -379,6 +430,8 @@ extern "C" bool kvs_launch(void (*call)(void**), void** args, const u32* grid, u
     Signals signals(seconds);
     if (sigsetjmp(escape, 1) == 0) done = run_blocks(shared_bytes, seed, overlap);
   }
+  if (in_past) exchange(false);
+  *trigger = trigger_of_launch;
   if (done) return true;
   const int n = snprintf(error, error_bytes, "block (%u, %u, %u)", block.x, block.y, block.z);
   if (here) snprintf(error + n, error_bytes - (u32)n, ", thread %u: %s", here->thread.x, message);
