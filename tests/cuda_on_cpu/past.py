@@ -20,7 +20,7 @@ _GAP = 64   # bytes that are as before, and yet part of a span: fewer spans
 
 
 class Trigger(IntEnum):
-    """See ``threads.h``."""
+    """See ``past.h``."""
 
     BEFORE_WAIT = 0
     BEHIND_WAIT = 1
@@ -28,7 +28,7 @@ class Trigger(IntEnum):
 
 
 class Span(ctypes.Structure):
-    """See ``threads.h``."""
+    """See ``past.h``."""
 
     _fields_ = (
         ("at", ctypes.c_void_p), ("past", ctypes.c_void_p), ("present", ctypes.c_void_p), ("bytes", ctypes.c_uint64)

@@ -14,6 +14,7 @@
 #include <link.h>
 
 #include "context.h"
+#include "past.h"
 #include "threads.h"
 
 namespace cpu {
@@ -60,10 +61,8 @@ Copies bulk;
 char* stacks;
 Context scheduler;
 bool failed, waited_for_predecessor, triggered;
-Trigger trigger_of_launch;
-Span* spans;          // what kernels that may still run will have changed; none: the launch does not run ahead
-u32 n_spans;
-bool in_past;         // memory is as it was before them
+Trigger trigger_of_launch;   // of the last block to let it
+Past past;
 char message[512];
 char *shared_begin, *shared_end, *dynamic_begin;
 void (*kernel)(void**);
@@ -137,33 +136,18 @@ void describe_deadlock() {
            "issued, %u have returned", counts[MEETING], counts[AT_BARRIER], counts[ON_COPIES], counts[RETURNED]);
 }
 
-// ---- before pdl_wait a block sees the past, behind it the present ----
-
-void exchange(bool to_past) {
-  for (u32 i = 0; i < n_spans; i++) {
-    Span& span = spans[i];
-    if (to_past) {
-      memcpy(span.present, span.at, span.bytes);
-      memcpy(span.at, span.past, span.bytes);
-    } else {
-      for (u32 b = 0; b < span.bytes; b++)   // what it wrote early stays
-        if (span.at[b] == span.past[b]) span.at[b] = span.present[b];
-    }
-  }
-  in_past = to_past;
-}
 void finish_copy(const Copy& copy) {
   if (!copy.there) memcpy(shared_pointer(copy.dst), copy.src, copy.bytes);
 }
-// Everybody waits for the predecessor: copies that are on their way have read the past, and it is done.
+// All that can be done before the predecessor is done: copies that are on their way have read by now, and so it is.
 bool end_past() {
   const auto arrive = [](Copies& copies) {
     for (u32 i = 0; i < copies.n; i++) finish_copy(copies.list[i]), copies.list[i].there = true;
   };
-  if (!in_past) return false;
+  if (!past.seen) return false;
   arrive(bulk);
   for (u32 i = 0; i < n_threads; i++) arrive(fibers[i].copies);
-  exchange(false);
+  past.end();
   for (u32 i = 0; i < n_threads; i++)
     if (fibers[i].state == ON_PREDECESSOR) push(&fibers[i]);
   return true;
@@ -175,7 +159,7 @@ bool run_block(bool backwards, u32 shared_bytes) {
   memset((char*)dynamic_end, 0xff, (size_t)(shared_end - dynamic_end));
   n_live = n_threads, n_ready = ready_first = bulk.n = 0;
   waited_for_predecessor = failed = triggered = false;
-  if (n_spans) exchange(true);
+  past.show();
   for (Barrier& at : barrier_of) at.n = 0;
   for (u32 i = 0; i < n_threads; i++) {
     Fiber& fiber = fibers[i];
@@ -193,7 +177,7 @@ bool run_block(bool backwards, u32 shared_bytes) {
     for (u32 i = 0; stirred && i < n_threads; i++)
       if (fibers[i].state == ON_COPIES) push(&fibers[i]);
   } while (n_ready || end_past());
-  if (in_past) exchange(false);
+  past.end();
   trigger_of_launch = triggered ? trigger_of_launch : NEVER;
   if (failed) return false;
   here = nullptr;
@@ -387,7 +371,7 @@ void cp_async_wait(u32 groups_left) {
 
 void pdl_wait() {
   waited_for_predecessor = true;
-  if (!in_past) return;
+  if (!past.seen) return;
   ((Fiber*)here)->state = ON_PREDECESSOR;
   wait();
 }
@@ -408,18 +392,18 @@ using namespace cpu;
 //   dynamic   the library's kvs_dynamic_shared
 //   seed      0: blocks in order; else in another order, a different one per seed
 //   overlap   the launch demands a pdl_wait
-//   past      launches that overlap and may not be done yet change these bytes: see Span
+//   spans     what kernels that may still run have changed
 //   trigger   is set to when the last block lets the next kernel start
 //   seconds   of processor time, after which it counts as endless
 extern "C" bool kvs_launch(void (*call)(void**), void** args, const u32* grid, u32 threads, u32 shared_bytes,
-                           void* dynamic, u32 seed, bool overlap, Span* past, u32 n_past, u32* trigger, u32 seconds,
+                           void* dynamic, u32 seed, bool overlap, Span* spans, u32 n_spans, u32* trigger, u32 seconds,
                            char* error, u32 error_bytes) {
   if (!stacks) {
     stacks = (char*)mmap(nullptr, most_threads * stack_bytes, PROT_READ | PROT_WRITE,
                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     for (u32 i = 0; i < most_threads; i++) mprotect(stacks + i * stack_bytes, guard_bytes, PROT_NONE);
   }
-  spans = past, n_spans = n_past, in_past = false, trigger_of_launch = BEFORE_WAIT;
+  past = {spans, n_spans, false}, trigger_of_launch = BEFORE_WAIT;
   kernel = call, kernel_args = args, n_threads = threads;
   grid_dim = {grid[0], grid[1], grid[2]}, block_dim = {threads, 1, 1};
   dynamic_begin = (char*)dynamic;
@@ -430,7 +414,7 @@ extern "C" bool kvs_launch(void (*call)(void**), void** args, const u32* grid, u
     Signals signals(seconds);
     if (sigsetjmp(escape, 1) == 0) done = run_blocks(shared_bytes, seed, overlap);
   }
-  if (in_past) exchange(false);
+  past.end();
   *trigger = trigger_of_launch;
   if (done) return true;
   const int n = snprintf(error, error_bytes, "block (%u, %u, %u)", block.x, block.y, block.z);

@@ -54,13 +54,5 @@ void cp_async_commit();
 void cp_async_wait(u32 groups_left);
 void pdl_wait();
 void pdl_trigger();
-// When a block lets the next kernel start, if that may overlap; NEVER: when it is done.
-enum Trigger : u32 { BEFORE_WAIT, BEHIND_WAIT, NEVER };
-// Bytes that kernels in front have changed, and that are still as before when a kernel runs ahead of them as far as it
-// may: until its pdl_wait. present: as many bytes, for the stand-in.
-struct Span {
-  unsigned char *at, *past, *present;
-  u64 bytes;
-};
 bool elect();
 }  // namespace cpu
