@@ -91,6 +91,7 @@ attend_decode(const u16* q, const u8* pool, long long slot_bytes, const int* __r
     }
   };
   // Pages before the first one that this step writes were written by earlier steps: they may be read before the wait.
+  // A tile before may have written them too, and then the launch is plain.
   const int page0 = walk.page;
   const int slot0 = walk.next();
   const int page1 = walk.page;

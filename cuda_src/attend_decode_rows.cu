@@ -112,6 +112,7 @@ attend_decode_rows(const u16* q, const u8* pool, long long slot_bytes, const int
   };
   __syncthreads();
   // Pages before the first one that this step writes were written by earlier steps: they may be read before the wait.
+  // A tile before may have written them too, and then the launch is plain.
   bool waited = false;
   if (warp == 0)
     for (int stage = 0; stage < RING; stage++) {

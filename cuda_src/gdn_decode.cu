@@ -13,8 +13,9 @@
 //
 // One block owns 32 columns of one head's state, 8 threads a column; it applies the pending rows, stores the columns,
 // and goes on with its own rows without storing them. What it reads of state and rings it reads before pdl_wait: an
-// earlier step wrote it. Committing a row repeats the one update S = g S + k d^T, without a sum, so it has the bits it
-// had as a draft; every sum is within one column in one order, so a row's bits do not depend on ROWS.
+// earlier step wrote it, or a tile before in the same step, and then the launch is plain. Committing a row repeats the
+// one update S = g S + k d^T, without a sum, so it has the bits it had as a draft; every sum is within one column in one
+// order, so a row's bits do not depend on ROWS.
 //
 //   DIM   32, 64 or 128: numbers of a key and of a value head
 //   ROWS  1..8

@@ -238,7 +238,7 @@ DEVICE void pdl_wait() {
 }
 DEVICE void pdl_trigger() {
 #if __CUDA_ARCH__ >= 900
-  PTX(asm volatile("griddepcontrol.launch_dependents;" ::: "memory"), (void)0);
+  PTX(asm volatile("griddepcontrol.launch_dependents;" ::: "memory"), cpu::pdl_trigger());
 #endif
 }
 #if __CUDA_ARCH__ >= 900

@@ -2,6 +2,7 @@
 
 While a capture is open, launches, products and copies are remembered instead, in order, and done whenever the graph is
 launched. Streams order nothing that the order of calls does not; missing waits are the traced host device's business.
+Kernels may run ahead: what one reads before its ``pdl_wait`` can be as old as on a GPU (``past``).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from kvs_core.device.cuda.kernel import Kernel
 from kvs_core.units import Progress
 from tests.cuda_on_cpu import memory
 from tests.cuda_on_cpu.launcher import CpuLauncher
+from tests.cuda_on_cpu.past import Past
 
 
 class _Event:
@@ -27,14 +29,17 @@ class _Event:
 
 
 class _Stream:
-    def __init__(self, name: str) -> None:
+    """``before_plain``: as in ``CupyRuntime``."""
+
+    def __init__(self, name: str, before_plain: Callable[[], None]) -> None:
         self.name = name
+        self._before_plain = before_plain
 
     def record(self, event: _Event) -> None:
         pass
 
     def wait(self, event: _Event) -> None:
-        pass
+        self._before_plain()
 
     def synchronize(self) -> None:
         pass
@@ -43,12 +48,14 @@ class _Stream:
 class CpuGraph:
     """Work that was captured."""
 
-    def __init__(self, work: Sequence[Callable[[], None]]) -> None:
+    def __init__(self, work: Sequence[Callable[[], None]], before_plain: Callable[[], None]) -> None:
         self.work = work
+        self._before_plain = before_plain
 
     def launch(self) -> None:
         for each in self.work:
             each()
+        self._before_plain()
 
 
 class _Recorder:
@@ -71,6 +78,11 @@ class _Launcher:
         self.arch, self.sm_count, self.shared_bytes = inner.arch, inner.sm_count, inner.shared_bytes
         self._inner = inner
         self._recorder = recorder
+        self._plain = True
+
+    def plain_next(self) -> None:
+        """See ``CudaModules.plain_next``."""
+        self._plain = True
 
     def begin(self, kernels: Iterable[Kernel]) -> None:
         """See ``prepare``."""
@@ -85,25 +97,32 @@ class _Launcher:
         self, kernel: Kernel, grid: Sequence[int], block: int, args: Sequence[Any], *, shared_bytes: int = 0,
         overlap: bool = False,
     ) -> None:
+        ahead, self._plain = overlap and self.arch >= 90 and not self._plain, False
         self._recorder.do(
-            lambda: self._inner.launch(kernel, grid, block, args, shared_bytes=shared_bytes, overlap=overlap)
+            lambda: self._inner.launch(
+                kernel, grid, block, args, shared_bytes=shared_bytes, overlap=overlap, ahead=ahead
+            )
         )
 
     def gemm(self, rows: Any, weight: Any, out: Any, **sizes: Any) -> None:
         self._recorder.do(lambda: self._inner.gemm(rows, weight, out, **sizes))
+        self.plain_next()   # it lets nobody in before it is done
 
 
 class CpuRuntime:
-    """See above. ``allocations`` counts device memory taken."""
+    """See above. ``allocations`` counts device memory taken; ``ahead``: kernels run ahead."""
 
     name = "cuda on cpu"
 
-    def __init__(self, **launcher: Any) -> None:
+    def __init__(self, *, ahead: bool = False, **launcher: Any) -> None:
         self._recorder = _Recorder()
-        both: Any = _Launcher(CpuLauncher(**launcher), self._recorder)
+        self._past = Past() if ahead else None
+        both: Any = _Launcher(CpuLauncher(past=self._past, **launcher), self._recorder)
         self.launcher = both
         self.gemm = both
-        self.compute, self.copy, self.publish = _Stream("compute"), _Stream("copy"), _Stream("publish")
+        self._plain_next = both.plain_next
+        self.compute = _Stream("compute", self._plain_next)
+        self.copy, self.publish = (_Stream(name, lambda: None) for name in ("copy", "publish"))
         self.allocations = 0
         self.graphs = 0
 
@@ -111,6 +130,8 @@ class CpuRuntime:
         self.allocations += 1
         buffer = memory.poisoned(max(size_bytes, 1), np.uint8)
         buffer[...] = 0
+        if self._past is not None:
+            self._past.memories.append(buffer)
         return buffer[:size_bytes]
 
     def allocate_pinned(self, size_bytes: int, purpose: str) -> np.ndarray:
@@ -128,20 +149,24 @@ class CpuRuntime:
 
     def enqueue_copy(self, dst: int, src: int, size_bytes: int, stream: _Stream) -> None:
         self._recorder.do(lambda: ctypes.memmove(dst, src, size_bytes))   # type: ignore[arg-type, return-value]
+        if stream is self.compute:
+            self._plain_next()
 
     def begin_capture(self) -> None:
         assert self._recorder.captured is None
         self._recorder.captured = []
+        self._plain_next()
 
     def end_capture(self) -> CpuGraph:
         work = self._recorder.captured
         assert work is not None
         self._recorder.captured = None
         self.graphs += 1
-        return CpuGraph(work)
+        return CpuGraph(work, self._plain_next)
 
     def abandon_capture(self) -> None:
         self._recorder.captured = None
+        self._plain_next()
 
     def measure_copies(self, size_bytes: int, times: int) -> float:
         return 1e9

@@ -15,6 +15,7 @@ from kvs_core.device.cuda.kernel import Arg, Kernel
 from kvs_core.units import Progress
 from tests.cuda_on_cpu import memory
 from tests.cuda_on_cpu.build import CUDA_SRC, kernel_library, runtime_library
+from tests.cuda_on_cpu.past import Past, Trigger
 
 # Codes of standin.h for the C types that an argument may have.
 _CODES = {Arg.PTR: "PL", Arg.I32: "i", Arg.I64: "l", Arg.U32: "u", Arg.F32: "f"}
@@ -33,11 +34,12 @@ class CpuLauncher:
     seed      with 0 blocks run in order, else in another order
     seconds   of processor time, after which a launch counts as endless
     portable  switch between threads without assembler: slower
+    past      memory in which kernels that are launched ``ahead`` find what was before, as long as they may
     """
 
     def __init__(
         self, *, arch: int = 90, sm_count: int = 4, shared_bytes: int = 227 * 1024, seed: int = 0, seconds: int = 120,
-        portable: bool = False,
+        portable: bool = False, past: Past | None = None,
     ) -> None:
         self.arch = arch
         self.sm_count = sm_count
@@ -45,6 +47,7 @@ class CpuLauncher:
         self.seed = seed
         self._seconds = seconds
         self._portable = portable
+        self._past = past
         self._runtime = ctypes.CDLL(str(runtime_library(portable)))
         self._runtime.kvs_launch.restype = ctypes.c_bool
         self._kernels: dict[Kernel, _Loaded] = {}
@@ -65,9 +68,12 @@ class CpuLauncher:
 
     def launch(
         self, kernel: Kernel, grid: Sequence[int], block: int, args: Sequence[Any], *, shared_bytes: int = 0,
-        overlap: bool = False,
+        overlap: bool = False, ahead: bool = False,
     ) -> None:
-        """See ``Launcher.launch``. Done when it returns. Raises ``LaunchError``."""
+        """See ``Launcher.launch``. Done when it returns. Raises ``LaunchError``.
+
+        ahead  it overlaps, and no plain launch, copy or wait lies between it and the launch before
+        """
         dims = (*grid, 1, 1)[:3]
         if len(grid) > 3 or not all(0 < n <= most for n, most in zip(dims, _MOST_BLOCKS, strict=True)):
             raise LaunchError(f"{kernel.name}: a grid of {tuple(grid)} blocks")
@@ -77,18 +83,23 @@ class CpuLauncher:
             raise LaunchError(f"{kernel.name}: {shared_bytes} bytes of shared memory of {self.shared_bytes}")
         loaded = self._load(kernel)
         error = ctypes.create_string_buffer(1024)
+        trigger, past = ctypes.c_uint32(), self._past
+        before = past.now() if past else []
+        spans = past.spans() if past and ahead else ()
         with _RUNTIME_LOCK:
             done = self._runtime.kvs_launch(
                 loaded.call, loaded.arguments.pack(args), (ctypes.c_uint32 * 3)(*dims), ctypes.c_uint32(block),
                 ctypes.c_uint32(shared_bytes), ctypes.c_void_p(loaded.shared_memory()), ctypes.c_uint32(self.seed),
-                ctypes.c_bool(overlap and self.arch >= 90), ctypes.c_uint32(self._seconds), error,
-                ctypes.c_uint32(len(error)),
+                ctypes.c_bool(overlap and self.arch >= 90), spans or None, ctypes.c_uint32(len(spans)),
+                ctypes.byref(trigger), ctypes.c_uint32(self._seconds), error, ctypes.c_uint32(len(error)),
             )
         if not done:
             said = error.value.decode()
             touched = re.search(r"touched address (0x[0-9a-f]+)", said)
             where = touched and memory.near(int(touched[1], 16))
             raise LaunchError(f"{kernel.name} {dict(kernel.defines)}: {said}{f': {where}' if where else ''}")
+        if past:
+            past.launched(Trigger(trigger.value), ahead, before)
 
     def plain_next(self) -> None:
         """Launches never overlap here."""

@@ -14,6 +14,7 @@
 #include <link.h>
 
 #include "context.h"
+#include "past.h"
 #include "threads.h"
 
 namespace cpu {
@@ -26,6 +27,7 @@ struct Copy {
   u32 dst;
   const void* src;
   u32 bytes, bar, group;
+  bool there;
 };
 struct Copies {
   Copy* list = nullptr;
@@ -36,7 +38,7 @@ struct Copies {
   }
 };
 
-enum State { READY, MEETING, AT_BARRIER, ON_COPIES, RETURNED };
+enum State { READY, MEETING, AT_BARRIER, ON_COPIES, ON_PREDECESSOR, RETURNED };
 struct Fiber : Here {
   Context context;
   State state;
@@ -58,7 +60,9 @@ u32 ready_first, n_ready, n_threads, n_live;
 Copies bulk;
 char* stacks;
 Context scheduler;
-bool failed, waited_for_predecessor;
+bool failed, waited_for_predecessor, triggered;
+Trigger trigger_of_launch;   // of the last block to let it
+Past past;
 char message[512];
 char *shared_begin, *shared_end, *dynamic_begin;
 void (*kernel)(void**);
@@ -132,12 +136,30 @@ void describe_deadlock() {
            "issued, %u have returned", counts[MEETING], counts[AT_BARRIER], counts[ON_COPIES], counts[RETURNED]);
 }
 
+void finish_copy(const Copy& copy) {
+  if (!copy.there) memcpy(shared_pointer(copy.dst), copy.src, copy.bytes);
+}
+// All that can be done before the predecessor is done: copies that are on their way have read by now, and so it is.
+bool end_past() {
+  const auto arrive = [](Copies& copies) {
+    for (u32 i = 0; i < copies.n; i++) finish_copy(copies.list[i]), copies.list[i].there = true;
+  };
+  if (!past.seen) return false;
+  arrive(bulk);
+  for (u32 i = 0; i < n_threads; i++) arrive(fibers[i].copies);
+  past.end();
+  for (u32 i = 0; i < n_threads; i++)
+    if (fibers[i].state == ON_PREDECESSOR) push(&fibers[i]);
+  return true;
+}
+
 bool run_block(bool backwards, u32 shared_bytes) {
   memset(shared_begin, 0xff, (size_t)(dynamic_begin - shared_begin) + shared_bytes);   // poison
   const char* dynamic_end = dynamic_begin + 227 * 1024;
   memset((char*)dynamic_end, 0xff, (size_t)(shared_end - dynamic_end));
   n_live = n_threads, n_ready = ready_first = bulk.n = 0;
-  waited_for_predecessor = failed = false;
+  waited_for_predecessor = failed = triggered = false;
+  past.show();
   for (Barrier& at : barrier_of) at.n = 0;
   for (u32 i = 0; i < n_threads; i++) {
     Fiber& fiber = fibers[i];
@@ -154,7 +176,9 @@ bool run_block(bool backwards, u32 shared_bytes) {
     if (failed || !n_live) break;
     for (u32 i = 0; stirred && i < n_threads; i++)
       if (fibers[i].state == ON_COPIES) push(&fibers[i]);
-  } while (n_ready);
+  } while (n_ready || end_past());
+  past.end();
+  trigger_of_launch = triggered ? trigger_of_launch : NEVER;
   if (failed) return false;
   here = nullptr;
   if (n_live) return describe_deadlock(), false;
@@ -302,12 +326,10 @@ static void begin_copy(Copies& copies, const Copy& copy) {
   memset(shared_pointer(copy.dst), 0xff, copy.bytes);
   copies.add(copy);
 }
-static void finish_copy(const Copy& copy) { memcpy(shared_pointer(copy.dst), copy.src, copy.bytes); }
-
 static void (*count)(u32 bar, u32 arrivals, u32 bytes);
 
 void bulk_copy(u32 dst, const void* src, u32 bytes, u32 bar, void (*mbar_count)(u32, u32, u32)) {
-  begin_copy(bulk, {dst, src, bytes, bar, 0});
+  begin_copy(bulk, {dst, src, bytes, bar, 0, false});
   count = mbar_count;
   stirred = true;
 }
@@ -333,7 +355,7 @@ void wait_for_copies(u32 bar) {
 
 void cp_async(u32 dst, const void* src, u32 bytes) {
   Fiber* me = (Fiber*)here;
-  begin_copy(me->copies, {dst, src, bytes, 0, me->groups});
+  begin_copy(me->copies, {dst, src, bytes, 0, me->groups, false});
 }
 void cp_async_commit() { ((Fiber*)here)->groups++; }
 void cp_async_wait(u32 groups_left) {
@@ -347,7 +369,16 @@ void cp_async_wait(u32 groups_left) {
   me->copies.n = left;
 }
 
-void pdl_wait() { waited_for_predecessor = true; }
+void pdl_wait() {
+  waited_for_predecessor = true;
+  if (!past.seen) return;
+  ((Fiber*)here)->state = ON_PREDECESSOR;
+  wait();
+}
+void pdl_trigger() {
+  if (!triggered && waited_for_predecessor && trigger_of_launch == BEFORE_WAIT) trigger_of_launch = BEHIND_WAIT;
+  triggered = true;
+}
 bool elect() {
   meet(~0u, [](void* const (&)[32]) {}, here);   // of a converged warp
   return here->lane == 0;
@@ -361,14 +392,18 @@ using namespace cpu;
 //   dynamic   the library's kvs_dynamic_shared
 //   seed      0: blocks in order; else in another order, a different one per seed
 //   overlap   the launch demands a pdl_wait
+//   spans     what kernels that may still run have changed
+//   trigger   is set to when the last block lets the next kernel start
 //   seconds   of processor time, after which it counts as endless
 extern "C" bool kvs_launch(void (*call)(void**), void** args, const u32* grid, u32 threads, u32 shared_bytes,
-                           void* dynamic, u32 seed, bool overlap, u32 seconds, char* error, u32 error_bytes) {
+                           void* dynamic, u32 seed, bool overlap, Span* spans, u32 n_spans, u32* trigger, u32 seconds,
+                           char* error, u32 error_bytes) {
   if (!stacks) {
     stacks = (char*)mmap(nullptr, most_threads * stack_bytes, PROT_READ | PROT_WRITE,
                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     for (u32 i = 0; i < most_threads; i++) mprotect(stacks + i * stack_bytes, guard_bytes, PROT_NONE);
   }
+  past = {spans, n_spans, false}, trigger_of_launch = BEFORE_WAIT;
   kernel = call, kernel_args = args, n_threads = threads;
   grid_dim = {grid[0], grid[1], grid[2]}, block_dim = {threads, 1, 1};
   dynamic_begin = (char*)dynamic;
@@ -379,6 +414,8 @@ extern "C" bool kvs_launch(void (*call)(void**), void** args, const u32* grid, u
     Signals signals(seconds);
     if (sigsetjmp(escape, 1) == 0) done = run_blocks(shared_bytes, seed, overlap);
   }
+  past.end();
+  *trigger = trigger_of_launch;
   if (done) return true;
   const int n = snprintf(error, error_bytes, "block (%u, %u, %u)", block.x, block.y, block.z);
   if (here) snprintf(error + n, error_bytes - (u32)n, ", thread %u: %s", here->thread.x, message);

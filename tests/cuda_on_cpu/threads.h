@@ -53,5 +53,6 @@ void cp_async(u32 dst, const void* src, u32 bytes);
 void cp_async_commit();
 void cp_async_wait(u32 groups_left);
 void pdl_wait();
+void pdl_trigger();
 bool elect();
 }  // namespace cpu

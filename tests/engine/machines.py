@@ -84,15 +84,17 @@ class Machine:
 
     on_gpu  a real one, where larger cases cost nothing
     path    of the kernels, as KVS_CUDA_PATH says it; "": by the device's capability, or as it is told to the tests
+    ahead   on the stand-in kernels run ahead as far as they may
     """
 
     on_gpu: bool
     path: str = ""
+    ahead: bool = False
 
     def runtime(self) -> Watched:
         """A runtime of its own."""
         if not self.on_gpu:
-            return Watched(CpuRuntime(**launcher_on(self.path)), False)
+            return Watched(CpuRuntime(ahead=self.ahead, **launcher_on(self.path)), False)
         from kvs_core.device.cuda.cupy_runtime import CupyRuntime
 
         with on_path(self.path) if self.path else nullcontext():

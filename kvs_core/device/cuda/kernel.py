@@ -78,8 +78,9 @@ class Launcher(Protocol):
         grid     blocks in x, y, z
         block    threads
         args     a buffer (its address is passed) or an int for PTR; numbers for the others
-        overlap  the kernel may start before the one launched before it has finished: it calls ``pdl_wait`` before it
-                 touches anything that this step writes, and every block calls it
+        overlap  the kernel may start before those launched before it have finished, as far back as the last plain
+                 launch, copy or wait: it calls ``pdl_wait`` before it touches anything that these write, and every
+                 block calls it
         """
         ...
 

@@ -77,7 +77,8 @@ class AttendDecode:
                 plan.slots, plan.calls + _PLAN_ENTRY * call, plan.parts,
                 scratch, len(scratch),
             ),
-            shared_bytes=variant.shared_bytes, overlap=True,
+            shared_bytes=variant.shared_bytes,
+            overlap=context.first_row == 0,   # a later tile reads at once pages that those before it may have written
         )
 
     def fold(self, params: AttentionParams, plan: DevicePlan, call: int, scratch: Buffer, segments: Buffer) -> None:
