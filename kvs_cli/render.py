@@ -162,6 +162,8 @@ def log_summary(result: RunResult) -> None:
     seed = f"; seed {result.seed}" if result.seed_is_random else ""
     of_what = "; all of it of a synthetic model" if result.synthetic else ""
     LOGGER.info("stop: %s%s%s", result.stop_reason, seed, of_what)
+    if result.dropped_tokens:
+        LOGGER.info("context shift: %d tokens forgotten", result.dropped_tokens)
     times = result.timings
     LOGGER.info(
         "prompt: %d tokens, %.1f tokens/s; text: %s; first token after %.0f ms",

@@ -51,7 +51,11 @@ class SavedText:
 
     def save(self, text: Sequence[int], *, dropped: int = 0) -> None:
         """Write the file, for a session that has come to these tokens, prompt included, and has forgotten ``dropped``
-        of them. ``SessionFileError``."""
+        of them. ``SessionFileError``. What was interrupted in a context shift has no rows left: then the file stays as
+        it was."""
+        if text and not self.session.tokens:
+            LOGGER.warning("session: a context shift was broken off and its rows are lost; %s is as it was", self._path)
+            return
         tail = text[dropped + len(self.session.tokens) :]
         saved = save_session(self.session, self._path, self._key, tail)
         LOGGER.info("session: %d tokens, %.1f MiB in %s", saved.tokens + len(tail), saved.size_bytes / MIB, self._path)

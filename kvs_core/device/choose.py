@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from kvs_core.device.base import Device
 from kvs_core.device.host.device import HostDevice
-from kvs_core.errors import DeviceError, KvsError
+from kvs_core.errors import DeviceError
 from kvs_core.settings.rooms import DeviceSettings
 
 LOGGER = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ def _load_driver(index: int) -> None:
     from kvs_core.device.cuda.driver import Driver
     from kvs_core.device.cuda.modules import CudaFound, find_cuda
 
-    with suppress(KvsError):
+    with suppress(Exception):
         if isinstance(find_cuda(index), CudaFound):
             Driver().primary_context(index)
 

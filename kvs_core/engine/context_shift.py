@@ -41,4 +41,4 @@ class ContextShift:
         discard = min(self._discard or max(1, left // 2), left)
         session.shift(keep, discard)
         self.dropped += discard
-        LOGGER.info("context shift: %d tokens kept, %d forgotten, %d moved down", keep, discard, left - discard)
+        LOGGER.debug("context shift: %d tokens kept, %d forgotten, %d moved down", keep, discard, left - discard)

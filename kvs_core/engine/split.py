@@ -44,7 +44,7 @@ def _refuse(spec: ModelSpec, gpu_layers: int) -> None:
     layers = "layers of experts" if spec.experts is not None else f"layers of {spec.arch}"
     raise CapabilityError(
         f"--gpu-layers {gpu_layers}: {spec.name} has {spec.n_layer} {layers}, whose weights stay together on "
-        "one device; use --gpu-layers all"
+        "one device; use --gpu-layers all, or --device cpu"
     )
 
 

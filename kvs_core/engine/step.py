@@ -124,7 +124,7 @@ class Step:
         """One row of the MTP block behind the drafted ones, on ``token``; its logits say what may follow."""
         parts = self._parts
         kept = parts.kept.rows if self._drafted == 0 else DRAFT_ROW
-        layer = parts.kv.layers - 1
+        layer = len(parts.kv.reads) - 1
         batch = self._batch([token], self._drafted)
         self._draft(
             "next", batch, StepInputs(batch.tokens, batch.first_position, 0, self._phase, store=False, kept=kept),

@@ -70,9 +70,9 @@ class HostHistory:
         """Bytes held now."""
         return sum(part.nbytes for slabs in self._slabs for part in slabs)
 
-    def is_pinned(self, run: Run) -> bool:
-        """Whether the bytes of a run's pages are: only then can a step that copies them be captured."""
-        return not isinstance(self._slabs[run.layer][slab_of(run.first_page).index], PageableBytes)
+    def is_pinned(self, layer: int, run: Run) -> bool:
+        """Whether a layer's bytes of a run's pages are: only then can a step that copies them be captured."""
+        return not isinstance(self._slabs[layer][slab_of(run.first_page).index], PageableBytes)
 
     def ensure(self, pages: int) -> None:
         """Have room for pages [0, pages) of every layer. ``DeviceError`` if there is no more; nothing is lost."""

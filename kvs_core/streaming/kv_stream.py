@@ -344,7 +344,7 @@ class KvStream:
         """Whether all that a decode step copies lies in pinned memory, which captured copies have to find it in."""
         if not self._history.has_pageable:
             return True
-        return all(map(self._history.is_pinned, self.streamer.schedule.runs))
+        return all(self._history.is_pinned(self.reads[run.layer], run) for run in self.streamer.schedule.runs)
 
     def pool_of(self, layer: int) -> Buffer:
         return self._pools.memory(layer)

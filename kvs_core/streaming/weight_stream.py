@@ -119,12 +119,12 @@ class WeightStream:
 
     def empty(self) -> None:
         """Drop all that was copied ahead: the next pass begins with the first part."""
+        # What comes into the ring next meets neither a copy that is under way, as the copy stream keeps its order, nor
+        # a reader. This may raise; until then readers are known.
+        self._device.copy.wait(self._device.compute.record())
         self._next_fetch = self._next_read = 0
         self._consumed = [None] * _ENDS
         dropped, self._in_ring = self._in_ring, deque()
-        # What comes into the ring next meets neither a copy that is under way, as the copy stream keeps its order, nor
-        # a reader.
-        self._device.copy.wait(self._device.compute.record())
         for entry in dropped:
             self._device.compute.wait(entry.ready)
             self._device.discard(self._places[entry.number])

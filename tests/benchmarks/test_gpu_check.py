@@ -56,7 +56,7 @@ def test_the_own_path_has_all_parts(
 ) -> None:
     """And the marks that stand beside the lines."""
     result = check(monkeypatch, tmp_path / "own.json")
-    assert ran == [(name, "") for name in ("resident", "streamed", "prefill", "speculation")]
+    assert ran == [(name, "") for name in ("resident", "streamed", "weights", "prefill", "speculation")]
     assert result["path"] == "own"
     assert [(line["bar"], line["verdict"]) for line in result["lines"]] == [
         (0.66, "short"), (0.63, "short"), (1.03, "short")

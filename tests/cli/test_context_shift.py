@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from kvs_core.engine.engine import Engine
 from tests.cli.conftest import GREEDY, Kvs, tokenizer_of
 from tests.support.tiny_gguf import write_tiny_llama
 
@@ -24,7 +27,7 @@ def test_a_text_goes_on_beyond_the_context(kvs: Kvs, tmp_path: Path) -> None:
     bos = int(tokenizer_of(model).add_bos)
     discard = (255 - 5 - bos) // 2
     assert result["dropped_tokens"] == discard * -(-(tokens + 768 - 256) // discard)
-    assert f"context shift: {5 + bos} tokens kept, {discard} forgotten, {250 - bos - discard} moved down" in shifted.err
+    assert f"context shift: {result['dropped_tokens']} tokens forgotten" in shifted.err
     streamed = kvs(*common, "--context-shift", "--keep", 5, "--kv-stream-pool-mib", 1).json
     assert streamed["kv"]["streamed_pages_per_step"] > 0
     assert streamed["token_ids"] == result["token_ids"]
@@ -40,6 +43,27 @@ def test_a_session_goes_on_behind_a_shift(kvs: Kvs, tiny_llama: Path, tmp_path: 
     first = kvs(*common, "-p", PROMPT, "-n", 300, "--session", file)
     second = kvs(*common, "-p", "", "-n", 200, "--session", file)
     assert first.out + second.out == kvs(*common, "-p", PROMPT, "-n", 500).out
+
+
+def test_a_shift_that_is_interrupted_leaves_the_session_file(
+    kvs: Kvs, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows are lost, so the file of the run before stays, and the next run goes on from there."""
+    file = tmp_path / "talk.kvs"
+    common = ("run", "-m", tiny_llama, "-c", 256, *GREEDY, "--ignore-eos", "--context-shift", "--keep", 3)
+    kvs(*common, "-p", PROMPT, "-n", 100, "--session", file)
+    before = file.read_bytes()
+
+    def interrupted(engine: Engine, keep: int, discard: int) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "shift", interrupted)
+        ended = kvs(*common, "-p", "", "-n", 300, "--session", file)
+    assert ended.code == 130
+    assert f"its rows are lost; {file} is as it was" in ended.err
+    assert file.read_bytes() == before
+    assert kvs(*common, "-p", "", "-n", 20, "--session", file).code == 0
 
 
 def test_recurrent_models_are_refused_at_start(kvs: Kvs, tiny_qwen35: Path) -> None:

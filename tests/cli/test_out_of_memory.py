@@ -20,6 +20,7 @@ from kvs_core.device.host.device import HostDebug, HostDevice
 from kvs_core.paging import slabs
 from tests.cli.conftest import GREEDY, Ended, Kvs
 from tests.engine.machines import MACHINES, Machine, Watched, machine_of
+from tests.engine.written import FOR_LONG
 from tests.support.tiny_gguf import write_tiny_qwen35
 
 WRITES = ("-c", 256, "-ub", 64, "--kv-page-tokens", 32, "--device", "cpu", *GREEDY)
@@ -67,7 +68,7 @@ def sweep(run: Callable[[int], Ended], expected: Ended, most: int) -> tuple[list
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("machine_name", MACHINES)
-@pytest.mark.parametrize("kind", ["device", "pinned"])
+@pytest.mark.parametrize("kind", [pytest.param("device", marks=FOR_LONG), "pinned"])
 def test_every_allocation_of_a_gpu_may_fail(
     kvs: Kvs, monkeypatch: pytest.MonkeyPatch, model: Path, machine_name: str, kind: str
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvs_cli.app import main
+from tests.engine.written import FOR_LONG
 
 PROSE = Path(__file__).parents[1] / "data" / "harbour.txt"
 PROMPT_WORDS = 1545   # about 1,900 tokens
@@ -24,7 +25,8 @@ def kvs(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("page_tokens", "ubatch"), [("256", "512"), ("64", "128")], ids=["default pages", "small pages"]
+    ("page_tokens", "ubatch"), [("256", "512"), pytest.param("64", "128", marks=FOR_LONG)],
+    ids=["default pages", "small pages"],
 )
 def test_identical_probabilities_with_any_arena(
     smollm2_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], page_tokens: str, ubatch: str

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +14,7 @@ from kvs_core.device.host.ops import basic
 from kvs_core.models.registry import ARCHS
 from tests.engine.compare import Distance, ours, share_beyond, theirs
 from tests.engine.tiny import engine, kv_settings, run, text
+from tests.engine.written import FOR_LONG
 from tests.reference.forward import gelu
 from tests.support import llamacpp
 from tests.support.compare import log_probs
@@ -159,7 +159,7 @@ def test_real_model(smollm2_float_path: Path, document: list[int]) -> None:
     assert distance.largest < SAME_MATHS
 
 
-@pytest.mark.parametrize(("type_k", "type_v"), [("q8_0", "q8_0"), ("q8_0", "q4_0")])
+@pytest.mark.parametrize(("type_k", "type_v"), [pytest.param("q8_0", "q8_0", marks=FOR_LONG), ("q8_0", "q4_0")])
 def test_real_model_with_quantised_kv(
     smollm2_float_path: Path, document: list[int], type_k: str, type_v: str
 ) -> None:
@@ -177,6 +177,7 @@ def test_real_model_with_quantised_kv(
     assert Distance.between(got, single).kl < 2 * own
 
 
+@FOR_LONG
 def test_real_model_as_it_comes(smollm2_path: Path, document: list[int]) -> None:
     """On the Q4_1 file llama.cpp rounds activations to 8 bits, so the two agree only nearly."""
     distance = Distance.between(ours(smollm2_path, document), theirs(smollm2_path, document))
@@ -194,7 +195,9 @@ PROMPTS = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name in PROMPTS if name != "long" or os.environ.get("KVS_TEST_LONG")])
+@pytest.mark.parametrize(
+    "name", [name if name in ("chat", "unicode") else pytest.param(name, marks=FOR_LONG) for name in PROMPTS]
+)
 def test_greedy_text(
     smollm2_float_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:

@@ -33,6 +33,7 @@ from tests.engine.compare import session
 from tests.engine.test_exact import hostile
 from tests.engine.test_speculation import NONE, speculative
 from tests.engine.tiny import engine, kv_settings, text
+from tests.engine.written import FOR_LONG, LONG
 from tests.sampling.vocabs import LetterVocab
 from tests.support import llamacpp
 from tests.support.compare import log_probs
@@ -91,7 +92,7 @@ def rows(built: Engine) -> list[bytes]:
 cuts = st.lists(st.builds(Cut, st.integers(0, 40), st.integers(0, 350), st.integers(0, 350)), min_size=1, max_size=3)
 
 
-@settings(max_examples=16)
+@settings(max_examples=16 if LONG else 5)
 @given(
     model=st.sampled_from(ATTENTION_ONLY), types=st.sampled_from(KV_PAIRS), cuts=cuts, pool=st.floats(0.0, 0.3),
     fixed=st.booleans(), ring=st.integers(0, 12), run_pages=st.integers(0, 9), windows=st.booleans(),
@@ -271,7 +272,9 @@ def write(
         )
 
 
-@pytest.mark.parametrize("model", ["gemma3", "gemma4", "llama", "qwen3"])
+@pytest.mark.parametrize(
+    "model", ["llama", *(pytest.param(model, marks=FOR_LONG) for model in ("gemma3", "gemma4", "qwen3"))]
+)
 def test_a_text_of_three_contexts(tiny_models: dict[str, Path], model: str) -> None:
     """It goes on without an end, streamed as resident; the session has what was kept and the newest of the text."""
     prompt = text(256, 40)
@@ -300,13 +303,13 @@ def plain(path: Path, count: int, context: int, *, repeats: bool) -> Written:
     return write(path, text(256, 60), count, params=FEW if repeats else GREEDY, context=context)
 
 
-@pytest.mark.parametrize("pool", [None, 0.1])
+@pytest.mark.parametrize("pool", [pytest.param(None, marks=FOR_LONG), 0.1])
 @pytest.mark.parametrize(
     ("types", "count", "context"),
     [
         (("ngram-simple",), 600, 256), (("ngram-cache",), 600, 256),
         # Of which a group of pages more stays on the device.
-        (("ngram-mod", "draft-resident"), 900, 512), (("draft-resident",), 900, 512),
+        pytest.param(("ngram-mod", "draft-resident"), 900, 512, marks=FOR_LONG), (("draft-resident",), 900, 512),
     ],
 )
 def test_drafts_change_nothing_across_shifts(

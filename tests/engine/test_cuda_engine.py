@@ -26,6 +26,7 @@ from kvs_core.sampling.params import SamplingParams
 from kvs_core.settings.rooms import LayerWindow
 from tests.engine.machines import MACHINES, Machine, Move, machine_of, play, write_models
 from tests.engine.tiny import engine, kv_settings, text
+from tests.engine.written import FOR_LONG
 from tests.sampling.vocabs import LetterVocab
 from tests.support.compare import log_probs
 from tests.support.tiny_gguf import ROUTED, Gemma4, write_tiny_gemma4
@@ -84,7 +85,7 @@ def setups(machine: Machine, model: str) -> list[Setup]:
         ("llama", ("q8_0", "q4_0")), ("qwen35", ("f16", "f16")), ("qwen35", ("f32", "q5_1")),
         ("llama", ("f16", "f16")), ("qwen35", ("q8_0", "q4_0")), ("llama", ("bf16", "iq4_nl")),
         ("qwen2", ("q8_0", "q4_0")), ("qwen3", ("q8_0", "q4_0")), ("gemma3", ("q8_0", "q4_0")),
-        ("gemma4", ("q8_0", "q4_0")),
+        pytest.param("gemma4", ("q8_0", "q4_0"), marks=FOR_LONG),
         ("demo", ("q8_0", "q4_0")), ("demo", ("f16", "f16")),
     ],
     ids=str,

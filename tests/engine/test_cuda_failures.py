@@ -24,6 +24,7 @@ from kvs_core.paging import slabs
 from kvs_core.settings.rooms import ContextSettings, RopeSettings
 from tests.engine.machines import MACHINES, Machine, machine_of, play, write_models
 from tests.engine.tiny import engine, kv_settings, text
+from tests.engine.written import FOR_LONG
 from tests.support.tiny_gguf import write_tiny_qwen35
 
 PREFILL, DECODE = Phase.PREFILL, Phase.DECODE
@@ -119,7 +120,7 @@ def test_a_capture_that_fails_half_way_has_not_happened(machine: Machine, models
     assert got == expected
 
 
-@pytest.mark.parametrize("nextn", [False, True])
+@pytest.mark.parametrize("nextn", [pytest.param(False, marks=FOR_LONG), True])
 def test_without_memory_for_recordings_the_text_is_the_same(
     machine: Machine, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
     tmp_path: Path, nextn: bool,
@@ -245,7 +246,7 @@ def test_pinned_memory_that_cannot_be_had(
     assert got == expected
 
 
-@pytest.mark.parametrize("drafting", [NO_DRAFTING, Drafting(nextn=True)])
+@pytest.mark.parametrize("drafting", [pytest.param(NO_DRAFTING, marks=FOR_LONG), Drafting(nextn=True)])
 def test_a_history_that_cannot_be_pinned_gives_the_same_text(
     machine: Machine, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
     drafting: Drafting, tmp_path: Path,

@@ -20,6 +20,7 @@ from kvs_core.settings.rooms import ALL_LAYERS, ContextSettings, RopeSettings
 from tests.engine.rounds import WIDE_ROUNDS, Played, Round, play_rounds
 from tests.engine.test_exact import DECODE, PROMPT, hostile
 from tests.engine.tiny import engine, kv_settings, run, text
+from tests.engine.written import FOR_LONG
 from tests.support.tiny_gguf import write_tiny_llama
 
 DENSE = ["gemma3", "llama", "qwen2", "qwen3", "qwen35"]
@@ -139,6 +140,7 @@ def test_the_demo_model_has_its_bits(gpu_layers: int) -> None:
     assert outcome[0] == outcome[1]
 
 
+@FOR_LONG
 def test_smollm2_has_its_bits(smollm2_path: Path) -> None:
     """A tied head stays; of 30 layers every other one passes, and all of them, while pages stream and while none do."""
     outcome, passing = [], []

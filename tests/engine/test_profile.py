@@ -18,6 +18,7 @@ from kvs_core.settings.rooms import LayerWindow
 from tests.engine.machines import MACHINES, machine_of, write_models
 from tests.engine.sliding import slide
 from tests.engine.tiny import engine, kv_settings, text
+from tests.engine.written import FOR_LONG
 from tests.reference import forward
 
 WINDOWS = (1, 31, 32, 33, 100, 200, 219, 220, 1000)
@@ -155,7 +156,7 @@ def test_layers_keep_the_smallest_window_that_will_do() -> None:
 
 
 @pytest.mark.parametrize("name", MACHINES)
-@pytest.mark.parametrize("arch", ["llama", "qwen35"])
+@pytest.mark.parametrize("arch", [pytest.param("llama", marks=FOR_LONG), "qwen35"])
 def test_a_gpu_finds_what_the_host_finds(name: str, arch: str, tmp_path: Path) -> None:
     """Up to float16; and streamed what it finds resident, bit for bit."""
     machine = machine_of(name)

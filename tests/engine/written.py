@@ -30,6 +30,10 @@ from tests.engine.prompts import prompt
 from tests.sampling.vocabs import LetterVocab
 
 LONG = os.environ.get("KVS_TEST_LONG", "0") != "0"
+FOR_LONG = pytest.mark.skipif(
+    not (LONG or os.environ.get("KVS_TEST_GPU_ONLY")), reason="KVS_TEST_LONG is not set"
+)
+"""Cases that others stand for where time counts."""
 TOP = 5
 """Log-probabilities that are kept of a token."""
 

@@ -303,7 +303,7 @@ def test_slabs_that_cannot_be_pinned_cost_time_and_no_bit(
         before = one.eager
         one.step(DECODE, count, count)
         runs = one.kv.streamer.schedule.runs
-        assert one.eager - before == any(not one.kv._history.is_pinned(run) for run in runs)
+        assert one.eager - before == any(not one.kv._history.is_pinned(run.layer, run) for run in runs)
         if number % 7 == 3:
             one.truncate(len(one.tokens) - 3 * PAGE)
     assert one.kv._history.has_pageable == (pinned < 2 * LAYERS and len(one.kv._history._slabs[-1]) > pinned // LAYERS)

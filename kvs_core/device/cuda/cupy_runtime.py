@@ -213,9 +213,11 @@ class CupyRuntime:
 
     def close(self) -> None:
         """See ``Runtime``. Memory goes with its last view."""
-        self._compute.synchronize()
         self.launcher.close()
-        self._cublas.close()
+        try:
+            self._compute.synchronize()
+        finally:
+            self._cublas.close()
 
     @_ours("clearing memory")
     def _clear(self, buffer: Buffer) -> None:
