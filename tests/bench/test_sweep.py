@@ -165,7 +165,11 @@ def test_a_real_sweep_is_interrupted_and_finished(tmp_path: Path) -> None:
     command = [*KVS, "bench", "sweep", "--device", "cpu", "-t", "1", "--contexts", "512,1536,8192",
                "--mtp-lengths", "0,2", "--decode-tokens", "12", "--arena-mib", "1", "-ctk", "q8_0", "-ctv", "q4_0",
                "--kv-page-tokens", "32", "-ub", "32", "-b", "32", "--output", str(out)]
-    first = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)   # a background job ignores it, and hands that on
+    try:
+        first = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
     end = time.monotonic() + WAIT_S
     while not (out / "sweep.csv").exists() or len(read_csv(out / "sweep.csv")) < 2:
         assert first.poll() is None, first.communicate()[1]
