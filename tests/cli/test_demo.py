@@ -11,6 +11,7 @@ import pytest
 
 from kvs_cli.app import main
 from kvs_core.demo import DEMO_MODEL
+from tests.engine.written import FOR_LONG
 from tests.support import llamacpp
 
 ROOT = Path(__file__).parents[2]
@@ -25,6 +26,7 @@ def needle(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return prompt, done.stderr.rsplit("the answer is ", 1)[1].strip()
 
 
+@FOR_LONG
 def test_it_finds_the_needle_streamed_and_resident(
     needle: tuple[Path, str], capsys: pytest.CaptureFixture[str]
 ) -> None:

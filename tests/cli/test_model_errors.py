@@ -14,6 +14,7 @@ from kvs_cli import app
 from kvs_core.formats.gguf import GgufFile
 from tests.cli.conftest import Kvs
 from tests.support.broken_gguf import BREAKAGES, break_gguf
+from tests.support.examples import examples
 
 COMMANDS = {"run": ("run", "-p", "hello", "-n", "2", "-c", "256", "-m"), "info": ("info",)}
 
@@ -60,7 +61,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("damaged") / "damaged.gguf"
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     damage=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=4),
     arch=st.sampled_from(["tiny_llama", "tiny_qwen35"]),

@@ -16,6 +16,7 @@ from kvs_core.settings import KvSettings, SpeculativeSettings
 from kvs_core.settings.setting import Setting
 from kvs_core.settings.table import BY_FLAG, BY_KEY, DEFAULTS, TABLE, yaml_name
 from kvs_core.settings.typed import run_settings
+from tests.support.examples import examples
 
 every_setting = pytest.mark.parametrize("setting", TABLE, ids=lambda setting: setting.key)
 
@@ -324,7 +325,7 @@ _ARGV = st.lists(st.one_of(_FLAG, _JUNK, st.sampled_from(_SAMPLES), _INLINE), ma
 _ENVIRON = st.dictionaries(st.sampled_from([setting.env for setting in TABLE if setting.env]), _JUNK, max_size=3)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(_ARGV, _ENVIRON)
 def test_any_input_ends_in_settings_or_a_settings_error(argv: list[str], environ: dict[str, str]) -> None:
     """No argument and no variable gets another exception out of parsing, and every message is one printable line."""

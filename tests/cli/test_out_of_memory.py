@@ -66,9 +66,10 @@ def sweep(run: Callable[[int], Ended], expected: Ended, most: int) -> tuple[list
     return errors, warnings
 
 
+@FOR_LONG
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("machine_name", MACHINES)
-@pytest.mark.parametrize("kind", [pytest.param("device", marks=FOR_LONG), "pinned"])
+@pytest.mark.parametrize("kind", ["device", "pinned"])
 def test_every_allocation_of_a_gpu_may_fail(
     kvs: Kvs, monkeypatch: pytest.MonkeyPatch, model: Path, machine_name: str, kind: str
 ) -> None:

@@ -159,7 +159,8 @@ def test_real_model(smollm2_float_path: Path, document: list[int]) -> None:
     assert distance.largest < SAME_MATHS
 
 
-@pytest.mark.parametrize(("type_k", "type_v"), [pytest.param("q8_0", "q8_0", marks=FOR_LONG), ("q8_0", "q4_0")])
+@pytest.mark.parametrize(("type_k", "type_v"), [("q8_0", "q8_0"), ("q8_0", "q4_0")])
+@FOR_LONG
 def test_real_model_with_quantised_kv(
     smollm2_float_path: Path, document: list[int], type_k: str, type_v: str
 ) -> None:
@@ -196,7 +197,7 @@ PROMPTS = {
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in ("chat", "unicode") else pytest.param(name, marks=FOR_LONG) for name in PROMPTS]
+    "name", [name if name == "unicode" else pytest.param(name, marks=FOR_LONG) for name in PROMPTS]
 )
 def test_greedy_text(
     smollm2_float_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str

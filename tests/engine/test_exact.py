@@ -20,6 +20,7 @@ from kvs_core.paging.geometry import GROUP_PAGES
 from kvs_core.paging.slabs import slab_of
 from kvs_core.settings.rooms import LayerWindow
 from tests.engine.tiny import engine, kv_settings, run, text
+from tests.support.examples import examples
 
 PROMPT = 300
 DECODE = 40
@@ -51,7 +52,7 @@ def resident(tiny_models: dict[str, Path]) -> Reference:
     return logits
 
 
-@settings(max_examples=24)
+@settings(max_examples=examples(24))
 @given(
     model=st.sampled_from(sorted(ARCHS)),
     ubatch=st.sampled_from([48, 64]),
@@ -77,7 +78,7 @@ def test_bits_do_not_depend_on_residency(
     assert logits.tobytes() == resident[model, ubatch]
 
 
-@settings(max_examples=14)
+@settings(max_examples=examples(14))
 @given(
     model=st.sampled_from(sorted(ARCHS)),
     ubatch=st.sampled_from([48, 64]),
@@ -154,7 +155,7 @@ def logits_of_rows(built: Engine, prompt: list[int], rows: list[list[int]]) -> n
     return np.concatenate(logits)
 
 
-@settings(max_examples=16)
+@settings(max_examples=examples(16))
 @given(
     model=st.sampled_from(sorted(ARCHS)),
     prompt=st.integers(1, 64),
@@ -175,7 +176,7 @@ def test_rows_do_not_depend_on_their_number(
     assert outcome[0].tobytes() == outcome[1].tobytes()
 
 
-@settings(max_examples=16)
+@settings(max_examples=examples(16))
 @given(
     model=st.sampled_from(sorted(ARCHS)),
     steps=st.lists(st.tuples(st.integers(1, 8), st.integers(0, 8)), min_size=1, max_size=12),

@@ -30,7 +30,7 @@ from kvs_core.settings.drafters import (
 from kvs_core.speculative.ngram import ngram_drafters
 from tests.engine.prompts import FORTY
 from tests.engine.tiny import engine, kv_settings
-from tests.engine.written import LONG, Counting, Model, Rounds, read, write
+from tests.engine.written import FOR_LONG, LONG, Counting, Model, Rounds, read, write
 
 LOGGER = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ def session_of(path: Path, streamed: bool, drafting: Drafting) -> Iterator[Sessi
         assert (built.report().h2d_bytes > 0) == streamed
 
 
-@pytest.mark.parametrize("streamed", [False, True], ids=["resident", "streamed"])
+@pytest.mark.parametrize("streamed", [pytest.param(False, marks=FOR_LONG), True], ids=["resident", "streamed"])
 @pytest.mark.parametrize("name", SOME)
 def test_every_drafter_writes_what_is_written_without(
     name: str, streamed: bool, request: pytest.FixtureRequest

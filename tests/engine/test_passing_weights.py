@@ -21,6 +21,7 @@ from tests.engine.rounds import WIDE_ROUNDS, Played, Round, play_rounds
 from tests.engine.test_exact import DECODE, PROMPT, hostile
 from tests.engine.tiny import engine, kv_settings, run, text
 from tests.engine.written import FOR_LONG
+from tests.support.examples import examples
 from tests.support.tiny_gguf import write_tiny_llama
 
 DENSE = ["gemma3", "llama", "qwen2", "qwen3", "qwen35"]
@@ -39,7 +40,7 @@ def expected(tiny_models: dict[str, Path]) -> dict[str, bytes]:
     return logits
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(
     model=st.sampled_from(DENSE),
     gpu_layers=st.sampled_from([0, 1, 2, 3, ALL_LAYERS]),
@@ -71,7 +72,7 @@ def test_bits_do_not_depend_on_where_weights_are(
     assert 0 <= ahead <= found.ring_bytes, "beside the passes, what is ahead of the next one"
 
 
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(
     model=st.sampled_from(["llama", "qwen35"]),
     prompt=st.integers(1, 120),

@@ -37,6 +37,7 @@ from tests.engine.rounds import PREFILL, ROUNDS, Left, Round, play_rounds
 from tests.engine.test_exact import hostile
 from tests.engine.tiny import engine, kv_settings, text
 from tests.sampling.vocabs import LetterVocab
+from tests.support.examples import examples
 from tests.support.tiny_gguf import write_tiny_qwen35
 
 HARBOUR = Path(__file__).parents[1] / "data" / "harbour.txt"
@@ -217,7 +218,7 @@ def test_a_context_is_filled_to_its_end(tiny_qwen35: Path, left: int) -> None:
 BOTH = Drafting(nextn=True, resident=True)
 
 
-@settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(15), suppress_health_check=[HealthCheck.too_slow])
 @given(
     model=st.sampled_from(["qwen35", "qwen35moe", "llama", "gemma3", "gemma4"]),
     prompt=st.integers(1, 330), rounds=ROUNDS,

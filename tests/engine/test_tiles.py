@@ -23,6 +23,7 @@ from tests.engine.rounds import DECODE, PREFILL, WIDE_ROUNDS, Left, Played, Roun
 from tests.engine.test_cuda_failures import failing
 from tests.engine.test_exact import hostile
 from tests.engine.tiny import engine, kv_settings, text
+from tests.support.examples import examples
 from tests.support.tiny_gguf import write_tiny_llama
 
 WIDE = 65
@@ -104,7 +105,7 @@ def compare(
     return Compared(tried.widths, h2d_bytes)
 
 
-@settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(15), suppress_health_check=[HealthCheck.too_slow])
 @given(
     model=st.sampled_from(["qwen35", "qwen35moe", "llama", "gemma3", "gemma4"]),
     prompt=st.integers(1, 500), rounds=WIDE_ROUNDS,

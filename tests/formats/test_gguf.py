@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from kvs_core.errors import ModelFileError, SettingsError
 from kvs_core.formats.gguf import GgufFile, TensorInfo, parse_override, part_names
+from tests.support.examples import examples
 
 MIB = 1 << 20
 FORMATS = {
@@ -337,7 +338,7 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes, int]:
 EXTREMES = [u64((1 << bits) - less) for bits in (8, 20, 32, 40, 60, 62, 63, 64) for less in (1, 2)]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(data=st.data())
 def test_damaged_header_never_does_worse_than_refuse(sample: tuple[Path, bytes, int], data: st.DataObject) -> None:
     """Whatever is cut off or overwritten: a ModelFileError or a usable file, within a few MiB."""

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvs_core.memory.arena import Arena, ArenaPlan, Region, RegionRequest
 from kvs_core.memory.lease import ArenaError, Lease, View
+from tests.support.examples import examples
 
 NAMES = st.sampled_from(["a", "b", "c", "pool"])
 ALIGNMENTS = st.sampled_from([1, 2, 8, 32])
@@ -227,7 +228,7 @@ class ArenaMachine(RuleBasedStateMachine):
 
 
 TestArena = ArenaMachine.TestCase
-TestArena.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestArena.settings = settings(max_examples=examples(150), stateful_step_count=40, deadline=None)
 
 
 def region(name: str, offset: int, size_bytes: int) -> Region:

@@ -16,6 +16,7 @@ from kvs_core.memory.phases import Phase
 from kvs_core.models.recurrent import RecurrentState, state_bytes
 from kvs_core.models.rope import RopeSpec
 from kvs_core.models.spec import LayerKind, LayerSpec, ModelSpec
+from tests.support.examples import examples
 
 SHAPE = GdnShape(k_heads=1, v_heads=1, d_k=1, d_v=1, conv_taps=2)
 LAYERS = (0, 2, 3)
@@ -138,7 +139,7 @@ def moves(draw: st.DrawFn) -> tuple[Any, ...]:
     return kind, rows, 0
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(moves(), max_size=12))
 def test_all_layers_see_exactly_the_committed_rows(sequence: list[tuple[Any, ...]]) -> None:
     """After any legal moves, a step computes with, and a flush stores, the committed rows alone, in every layer."""

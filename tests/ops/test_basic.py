@@ -12,6 +12,7 @@ from kvs_core.device.host.ops import basic
 from kvs_core.device.host.weights import HeldMatrix, HostWeight
 from kvs_core.memory.phases import Phase
 from tests.reference.forward import gelu
+from tests.support.examples import examples
 
 SEEDS = st.integers(0, 2**32 - 1)
 # A float32 result of a few roundings, against float64.
@@ -27,7 +28,7 @@ def _sigmoid64(x: np.ndarray) -> np.ndarray:
         return 1.0 / (1.0 + np.exp(-x.astype(np.float64)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.integers(1, 70), st.integers(1, 70), st.integers(1, 9), st.sampled_from(Phase), SEEDS)
 def test_matmul(n_out: int, n_in: int, rows: int, phase: Phase, seed: int) -> None:
     """out = x W^T + bias in both phases, whether W is one tensor or two joined."""
@@ -51,7 +52,7 @@ def test_embed_takes_the_rows_of_the_tokens() -> None:
             basic.embed(HeldMatrix("t", values), np.array([wrong], np.int32), out[:1])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 700), st.booleans(), SEEDS)
 def test_rms_norm(rows: int, heads: int, width: int, in_place: bool, seed: int) -> None:
     """x / sqrt(mean(x^2) + eps) * weight over the last axis, into x itself too; zeros stay zeros."""
@@ -111,7 +112,7 @@ def test_gate_heads_reads_a_gate_that_lies_between_queries() -> None:
     np.testing.assert_allclose(x, expected, **CLOSE)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     st.integers(1, 5), st.integers(1, 3), st.integers(1, 8), st.integers(0, 6), st.booleans(),
     st.integers(0, 1 << 20), st.sampled_from([1.0, 1.2]), SEEDS,
@@ -181,7 +182,7 @@ def _after(op: Callable[..., None], x: np.ndarray, out: np.ndarray, *rest: objec
     out[..., : x.shape[-1]] = x
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     st.sampled_from(sorted(ROW_OPS)), st.integers(2, 8), st.integers(1, 4), st.integers(2, 150), st.integers(0, 5000),
     st.floats(0.01, 40.0), SEEDS,

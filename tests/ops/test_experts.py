@@ -12,6 +12,7 @@ from kvs_core.device.host.ops.experts import add_experts, choose
 from kvs_core.device.host.weights import Floats, HeldMatrix, HostWeight
 from kvs_core.device.host.workers import Team
 from kvs_core.memory.phases import Phase
+from tests.support.examples import examples
 
 EPS = 1e-6
 SEEDS = st.integers(0, 2**32 - 1)
@@ -85,7 +86,7 @@ def rows_of(seed: int, rows: int, embd: int) -> Floats:
     return np.random.default_rng(seed).normal(size=(rows, embd)).astype(np.float32)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     count=st.integers(1, 9), used=st.integers(1, 9), rows=st.integers(1, 20), ffn=st.integers(1, 40),
     shared=st.sampled_from([0, 0, 7, 40]), phase=st.sampled_from(Phase), seed=SEEDS,
@@ -97,7 +98,7 @@ def test_experts(count: int, used: int, rows: int, ffn: int, shared: int, phase:
     np.testing.assert_allclose(part.run(x, phase), part.expected(x), rtol=1e-4, atol=1e-4)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(rows=st.integers(2, 8), shared=st.sampled_from([0, 96]), threads=st.sampled_from([1, 3]), seed=SEEDS)
 def test_a_decode_row_does_not_see_its_neighbours(rows: int, shared: int, threads: int, seed: int) -> None:
     """Its bits are those that it has alone, whichever experts the others chose."""

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from kvs_core.device.base import GdnShape, GdnState, GdnWeights
 from kvs_core.device.host.ops import gdn
+from tests.support.examples import examples
 
 EPS = 1e-6
 MAX_ROWS = 8
@@ -144,7 +145,7 @@ def test_decode_follows_the_delta_rule(shape: GdnShape, seed: int | None) -> Non
     assert np.array_equal(state.ring_x[_before(shape, at + 8)], rows.qkv[8 - (shape.conv_taps - 1) :])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.sampled_from(SHAPES), st.lists(st.integers(1, MAX_ROWS), min_size=1, max_size=5), SEEDS)
 def test_rows_in_one_step_are_rows_one_by_one_bit_for_bit(shape: GdnShape, widths: list[int], seed: int) -> None:
     """Any split of a sequence into steps gives the same outputs and, in the end, the same state."""
@@ -162,7 +163,7 @@ def test_rows_in_one_step_are_rows_one_by_one_bit_for_bit(shape: GdnShape, width
     assert results[0] == results[1]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.sampled_from(SHAPES), st.integers(1, MAX_ROWS), st.integers(0, MAX_ROWS), SEEDS)
 def test_rows_taken_back_leave_no_trace(shape: GdnShape, n: int, keep: int, seed: int) -> None:
     """The first k of n rows applied, by ``gdn_apply`` or by the next step, is a run that had only those k."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.engine.written import FOR_LONG
 from tests.reference.forward import forward, forward_mtp
 from tests.support.compare import max_difference
 from tests.support.float_copy import write_float_copy
@@ -100,6 +101,7 @@ def test_hidden_rows_and_mtp_block_agree(write: Callable[..., Path], tied: bool,
         assert np.abs(mtp.hidden - draft.hidden_rows).max() < FLOAT32_SUMS
 
 
+@FOR_LONG
 def test_agrees_with_llamacpp_on_a_real_model(smollm2_path: Path, smollm2_float_path: Path) -> None:
     """On SmolLM2 the pass over the Q4_1 file gives llama.cpp's numbers on the float32 copy."""
     with Model(smollm2_float_path) as model, model.context(n_threads=1) as context:

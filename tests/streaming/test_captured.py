@@ -30,6 +30,7 @@ from kvs_core.paging.residency import ResidencyConfig, ResidencyMode, least_pool
 from kvs_core.streaming.kv_stream import KvStream
 from kvs_core.streaming.layer_kv import AttentionScratch
 from tests.streaming.deferred import DeferredRuntime
+from tests.support.examples import examples
 
 PREFILL, DECODE = Phase.PREFILL, Phase.DECODE
 LAYERS, PAGE, ROWS, PREFILL_ROWS = 3, 32, 8, 64
@@ -242,7 +243,7 @@ MOVES = st.one_of(
 )
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(
     moves=st.lists(MOVES, min_size=3, max_size=12), pool=POOLS, ring=st.integers(0, 5), run=st.integers(0, 4),
     start=st.integers(0, CONTEXT - 100), seed=st.integers(0, 2**20),
@@ -283,7 +284,7 @@ def test_every_launch_finds_the_pages_of_its_step(
     one.close()
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     rows=st.lists(st.integers(1, ROWS), min_size=4, max_size=30), pool=POOLS, ring=st.integers(0, 5),
     run=st.integers(0, 4), start=st.integers(15 * PAGE, CONTEXT - 100), pinned=st.integers(0, 2 * LAYERS),
@@ -314,7 +315,7 @@ def test_slabs_that_cannot_be_pinned_cost_time_and_no_bit(
 NO_MEMORY = [("", ""), ("capture", ""), ("launch", ""), ("", "write_kv"), ("", "attend_decode"), ("", "finish_decode")]
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     moves=st.lists(
         st.tuples(st.sampled_from(NO_MEMORY), st.integers(0, LAYERS - 1), st.integers(1, ROWS), st.booleans()),
@@ -348,7 +349,7 @@ def test_a_step_without_memory_for_its_recording_runs_as_it_comes(
     one.close()
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(seed=st.integers(0, 2**20))
 def test_copies_behind_a_step_that_was_left_wait_for_its_launch(seed: int) -> None:
     """With a ring of one slot, which the launch that is still under way fills again and again."""

@@ -18,6 +18,7 @@ from kvs_core.errors import DeviceError, DeviceMemoryError
 from kvs_core.memory.phases import Phase
 from kvs_core.paging.slots import PageId
 from tests.streaming.rig import LAYERS, PAGE, ROTATED, Pools, Rig
+from tests.support.examples import examples
 
 CONTEXT = 480
 POOLS = Pools.between(CONTEXT, 0.1, 0.3)
@@ -78,7 +79,7 @@ def copies_of_script(pools: Pools) -> int:
         rig.close()
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(
     st.floats(0, 1, exclude_max=True), st.sampled_from([0.0, 0.0, 0.0003]), st.sampled_from([POOLS, DECODE_ALL])
 )
@@ -201,7 +202,7 @@ def calls_of_script() -> int:
         rig.close()
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(st.floats(0, 1, exclude_max=True), st.sampled_from([InjectedError, KeyboardInterrupt]))
 def test_after_an_error_anywhere_the_same_move_succeeds(share: float, error: type[BaseException]) -> None:
     """While pages are copied, cleared, written, read or sent home: the error passes, and all goes on as before."""

@@ -18,6 +18,7 @@ from kvs_core.paging.slots import PageId
 from kvs_core.streaming import kv_step as kv_step_module
 from kvs_core.streaming.kv_step import KvStep
 from tests.streaming.rig import DECODE_ROWS, LAYERS, PAGE, PLAIN, PREFILL_ROWS, ROTATED, Pools, Rig, rig
+from tests.support.examples import examples
 
 CONTEXT = 24 * PAGE   # of which up to 20 are streamed: from two slabs
 MOVES = 2 * LAYERS
@@ -121,7 +122,7 @@ class KvMachine(RuleBasedStateMachine):
 
 
 TestKvMachine = KvMachine.TestCase
-TestKvMachine.settings = settings(max_examples=30, stateful_step_count=20)
+TestKvMachine.settings = settings(max_examples=examples(30), stateful_step_count=20)
 
 
 def committed_pages(one: Rig) -> dict[tuple[int, int], bytes]:
@@ -132,7 +133,7 @@ def committed_pages(one: Rig) -> dict[tuple[int, int], bytes]:
     }
 
 
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 @given(seed=st.integers(0, 999), pool=st.floats(0, 0.4), keeps=st.lists(st.integers(0, 8), min_size=5, max_size=40))
 def test_full_pages_come_home_by_themselves(seed: int, pool: float, keeps: list[int]) -> None:
     """Without anyone asking: a page is on its way once it is full, and home before its slot is used again."""

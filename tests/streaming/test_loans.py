@@ -19,6 +19,7 @@ from kvs_core.streaming.layer_kv import AttentionScratch
 from kvs_core.units import ceil_div
 from tests.streaming.rig import DECODE_ROWS, HEADS, LAYERS, PAGE, PLAIN, PREFILL_ROWS, ROTATED, Pools, Rig
 from tests.streaming.traced import TracedDevice
+from tests.support.examples import examples
 
 PREFILL, DECODE = Phase.PREFILL, Phase.DECODE
 CONTEXT = 24 * PAGE
@@ -190,7 +191,7 @@ def carry_out(rig: LendingRig, move: Move) -> None:
         rig.wide(slots, rows, 0, leave_after=second)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     geometry=st.sampled_from([ROTATED, PLAIN]), prefill=st.floats(0, 1), decode=st.floats(0, 1),
     ring_slots=st.sampled_from([0, 0, 1, 2, 5]), run_pages=st.sampled_from([0, 0, 1, 3]),

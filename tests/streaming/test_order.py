@@ -19,6 +19,7 @@ from kvs_core.streaming.history import HostHistory
 from kvs_core.streaming.streamer import Streamer
 from tests.streaming.rig import DECODE_ROWS, LAYERS, PAGE, PLAIN, PREFILL_ROWS, ROTATED, Pools, Rig
 from tests.streaming.traced import TracedDevice
+from tests.support.examples import examples
 
 CONTEXT = 24 * PAGE   # of which up to 20 are streamed: from two slabs
 
@@ -61,7 +62,7 @@ def carry_out(rig: Rig, device: TracedDevice, move: Move) -> None:
         rig.kv.publish_dirty()
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     geometry=st.sampled_from([ROTATED, PLAIN]),
     prefill=st.floats(0, 1), decode=st.floats(0, 1),
@@ -144,7 +145,7 @@ def test_a_run_over_the_end_of_a_segment_keeps_its_slots_until_its_last_call(mon
         rig.close()
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(
     st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(1, 24), st.integers(1, 9)), max_size=6),
     st.integers(0, 999),

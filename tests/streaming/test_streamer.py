@@ -18,6 +18,7 @@ from kvs_core.paging.schedule import Run
 from kvs_core.streaming.history import HostHistory
 from kvs_core.streaming.streamer import Streamer
 from tests.streaming.rig import LAYERS, ROTATED
+from tests.support.examples import examples
 
 PAGES = 40
 RING = 24
@@ -83,7 +84,7 @@ def bench() -> Iterator[Made]:
 cuts = st.lists(st.integers(0, 9).map(lambda groups: 4 * groups), min_size=LAYERS, max_size=LAYERS)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(
     changes=st.lists(st.tuples(cuts, st.integers(1, RING), st.integers(1, 12)), min_size=1, max_size=6),
     seed=st.integers(0, 999),

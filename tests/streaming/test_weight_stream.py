@@ -23,6 +23,7 @@ from kvs_core.paging.weight_ring import WeightRing
 from kvs_core.streaming.weight_stream import WeightStream
 from tests.engine.test_captured_steps import FakeStep
 from tests.streaming.deferred import DeferredRuntime
+from tests.support.examples import examples
 
 SIZES = st.lists(st.integers(1, 900), min_size=2, max_size=5).flatmap(
     lambda sizes: st.lists(st.integers(1, 900), min_size=len(sizes), max_size=len(sizes)).map(
@@ -91,7 +92,7 @@ class Simulation:
         self.read += 1
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     sizes=SIZES, spare=st.integers(0, 3), seed=st.integers(0, 1000),
     moves=st.lists(
