@@ -114,6 +114,10 @@ WRONG = (
 HUGE = raw(b"x" * 1000, 413)   # and says that a gigabyte comes
 
 
+POOLED = 4
+"""Threads of pools, made when so many are first needed at once. One left behind by each request would be hundreds."""
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Spawned]:
     """Recurrent layers and an arena that holds a part of the pages, in a process whose memory can be looked at."""
@@ -137,7 +141,7 @@ def test_three_hundred_mixed_requests(server: Spawned) -> None:
     assert left == REQUESTS // 3
     assert server.idle()
     assert server.resident_bytes - held_bytes < GROWTH_BYTES
-    assert server.threads <= threads
+    assert server.threads <= threads + POOLED
     end = time.monotonic() + 10   # connections that nobody uses are kept for 5 s
     while server.open_files > files:
         assert time.monotonic() < end, f"{server.open_files} files are open, {files} were"
