@@ -13,8 +13,9 @@
 //
 // A block is one of n_splits ranges of columns x a range of row tiles. Its (tile, 256 columns) items are dealt to the
 // warps as equal contiguous runs; each warp streams its run through a ring of its own. Tiles that a run
-// does not have whole are summed in the order of the warps. One block per multiprocessor: with two, kernels that
-// overlap would spread unevenly. A row's result depends neither on the number of rows nor on the depth of the rings.
+// does not have whole are summed in the order of the warps. A multiprocessor has room for one block (by its shared
+// memory): with two, kernels that overlap would spread unevenly, and the later one would slow the earlier. A row's
+// result depends neither on the number of rows nor on the depth of the rings.
 //
 // Shared memory: rings [WARPS][stages][RECORD], in the end the parts of cut tiles | barriers | activation records of
 // the block's columns [blocks][plane][rows] | 8 row factors | value table
@@ -28,7 +29,10 @@
 #define SWIGLU 1
 #define GEGLU 2
 
-constexpr int STAGES_AHEAD = 2;   // filled while the kernel before still runs: more would flood the memory it needs
+// Stages filled while the kernel before still runs: more would flood the memory it needs. Products of several rows take
+// longer than their bytes, and what comes early there only delays others; those of Q4_K are the quickest.
+constexpr int MOST_AHEAD = 3;
+DEVICE int stages_ahead(int rows) { return TYPE == Q4_K || rows < 4 ? MOST_AHEAD : 2; }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
 matmul_decode(const u8* __restrict__ weight, int n_tiles, int n_blocks, int n_splits, int stages,
@@ -76,9 +80,10 @@ matmul_decode(const u8* __restrict__ weight, int n_tiles, int n_blocks, int n_sp
     ring_close();
   };
   pdl_trigger();   // so far and up to the wait only weights are touched: any run-ahead is safe
+  const int ahead = min(stages, stages_ahead(rows));
 #pragma unroll
-  for (int s = 0; s < STAGES_AHEAD; s++)
-    if (s < stages) enqueue_copy(s * RECORD, first_barrier + 8 * s);
+  for (int s = 0; s < MOST_AHEAD; s++)
+    if (s < ahead) enqueue_copy(s * RECORD, first_barrier + 8 * s);
   pdl_wait();
 
   // Activations to shared memory by plain loads: a bulk copy would queue behind the rings'.
@@ -137,7 +142,7 @@ matmul_decode(const u8* __restrict__ weight, int n_tiles, int n_blocks, int n_sp
 #endif
   __syncthreads();
 #pragma unroll 1
-  for (int s = STAGES_AHEAD; s < stages; s++) enqueue_copy(s * RECORD, first_barrier + 8 * s);
+  for (int s = ahead; s < stages; s++) enqueue_copy(s * RECORD, first_barrier + 8 * s);
 
   // This lane's operands: bytes and digit sums of column g, factors of columns 2 t, 2 t + 1. Columns without a row
   // repeat the last one; what comes of them is not stored.

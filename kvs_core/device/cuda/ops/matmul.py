@@ -339,8 +339,9 @@ class DecodeMatmul:
         step = ACT_BYTES if rows_as is Input.RECORDS else 4 * x_stride
         for first in range(0, count, best.rows):
             rows = min(best.rows, count - first)
-            shared = block_bytes(
-                section.quant, best.warps, best.stages, ceil_div(section.n_blocks, n_splits), rows
+            shared = max(
+                block_bytes(section.quant, best.warps, best.stages, ceil_div(section.n_blocks, n_splits), rows),
+                launcher.shared_bytes // 2 + 1,   # no second block beside it
             )
             launcher.launch(
                 matmul(section.quant, best.warps, rows > NARROW_ROWS, rows_as, output), (grid, 1, 1), 32 * best.warps,
