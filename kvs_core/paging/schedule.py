@@ -18,6 +18,7 @@ from kvs_core.paging.slabs import slab_of
 from kvs_core.units import align_up, ceil_div
 
 _BATCH_SHARE = 4
+_SMALL_BATCHES = 3   # at the beginning of a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,22 +80,51 @@ def plan_schedule(
     """
     length = min(run_pages, ring_slots)
     assert length >= 1 or not any(streamed), "streamed pages need a ring"
-    runs: list[Run] = list(kept)
-    cursor = runs[-1].first_slot + runs[-1].pages if runs else 0
     kept_end = {run.layer: run.end_page for run in kept}
     last_kept_layer = kept[-1].layer if kept else -1
+    pieces: list[tuple[int, int, int]] = []   # layer, first page, pages
     for layer, pages in enumerate(streamed):
         page = kept_end.get(layer, pages.start)
         assert layer >= last_kept_layer or page == pages.stop, "kept runs must be the head of the schedule"
         while page < pages.stop:
             count = _even_part(min(pages.stop, slab_of(page).end_page) - page, length)
-            if cursor + count > ring_slots:
-                cursor = 0
-            runs.append(Run(layer, page, count, cursor))
-            cursor += count
+            pieces.append((layer, page, count))
             page += count
+    cursor = kept[-1].slots.stop if kept else 0
+    end = _turn_end([count for *_, count in pieces], cursor, ring_slots)
+    runs: list[Run] = list(kept)
+    for layer, page, count in pieces:
+        if cursor + count > end:
+            cursor = 0
+        runs.append(Run(layer, page, count, cursor))
+        cursor += count
     by_layer = tuple(tuple(run for run in runs if run.layer == layer) for layer in range(len(streamed)))
     return PrefetchSchedule(tuple(runs), ring_slots, by_layer, _batch_ends(by_layer, ring_slots))
+
+
+def _turn_end(sizes: Sequence[int], cursor: int, ring_slots: int) -> int:
+    """Where turns around the ring end, so that they are as few as in the whole ring and about equal.
+
+    The first runs of the next step follow the last turn. Were it short, they would have to wait for the newest runs,
+    while slots that were read long before lie idle, and the step would end with a ring that is far from full.
+    """
+    def turns(end: int) -> int:
+        count, at = 1, cursor
+        for size in sizes:
+            if at + size > end:
+                count, at = count + 1, 0
+            at += size
+        return count
+
+    least, most = max(sizes, default=0), ring_slots
+    fewest = turns(most)
+    while least < most:
+        middle = (least + most) // 2
+        if turns(middle) == fewest:
+            most = middle
+        else:
+            least = middle + 1
+    return most
 
 
 def _batch_ends(by_layer: Sequence[Sequence[Run]], ring_slots: int) -> tuple[int, ...]:
@@ -102,8 +132,8 @@ def _batch_ends(by_layer: Sequence[Sequence[Run]], ring_slots: int) -> tuple[int
 
     Each wait of one stream for another costs microseconds, for which a GPU stands still. A batch takes a part of the
     ring, so that the link fills the rest meanwhile; that its runs lie apart means that all of them can be there at
-    once when what came before it has been given back. A step begins and ends with a full ring: until its first batch
-    has been read the link has nothing to do, and behind its last one the kernels have little, so these are small.
+    once when what came before it has been given back. A step begins and ends with a full ring: until its first batches
+    have been read the link has little to do, and behind its last one the kernels have little, so these are small.
     """
     most = ring_slots // _BATCH_SHARE
     units: list[Sequence[Run]] = []
@@ -115,7 +145,8 @@ def _batch_ends(by_layer: Sequence[Sequence[Run]], ring_slots: int) -> tuple[int
     for number, unit in enumerate(units):
         together = [*batch, *unit]
         if batch and (
-            number in (1, len(units) - 1) or sum(run.pages for run in together) > most or not _lie_apart(together)
+            number <= _SMALL_BATCHES or number == len(units) - 1
+            or sum(run.pages for run in together) > most or not _lie_apart(together)
         ):
             ends += [len(ends) + len(batch)] * len(batch)
             batch = []

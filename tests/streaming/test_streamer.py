@@ -110,12 +110,12 @@ def test_attention_reads_the_right_bytes_from_every_slot(changes: list[tuple[lis
 def test_the_ring_fills_before_anyone_reads_and_on_into_the_next_step(bench: Made) -> None:
     """The link needs no request: it runs ahead as far as the ring goes, over the end of the step."""
     one = bench(HostDebug())
-    one.plan([12, 12], 16, 4)
+    one.plan([12, 16], 16, 4)
     assert one.device.counters().copy_bytes == 16 * ROTATED.page_bytes
     one.step()
-    assert one.device.counters().copy_bytes == (24 + 16) * ROTATED.page_bytes
+    assert one.device.counters().copy_bytes == (28 + 16) * ROTATED.page_bytes
     one.step()
-    assert one.device.counters().copy_bytes == (48 + 16) * ROTATED.page_bytes
+    assert one.device.counters().copy_bytes == (56 + 16) * ROTATED.page_bytes
 
 
 def test_a_ring_larger_than_the_step_copies_no_page_twice(bench: Made) -> None:
