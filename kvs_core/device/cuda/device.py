@@ -22,15 +22,14 @@ from kvs_core.device.base import (
     Captured,
     Counters,
     GdnShape,
-    Joined,
     Ops,
     Outline,
+    PassingWeight,
     RopeTable,
     StepInputs,
     StepSizes,
     Stream,
     Weight,
-    WeightPart,
 )
 from kvs_core.device.cuda.context import Context
 from kvs_core.device.cuda.cuda_ops import CudaOps
@@ -174,9 +173,11 @@ class CudaDevice:
         """See ``Device``. Raises ``CapabilityError`` for sizes without a kernel."""
         return self._weights.load_experts(infos)
 
-    def load_part(self, matrices: Sequence[Joined], home: np.ndarray) -> WeightPart:
+    def load_passing(
+        self, infos: Sequence[TensorInfo], home: np.ndarray, biases: Sequence[TensorInfo | None] = ()
+    ) -> PassingWeight:
         """See ``Device``. Records as those of ``load_matrix``; in between the device has room for them."""
-        return self._weights.load_part(matrices, home, self._bring_home)
+        return self._weights.load_passing(infos, home, biases, self._bring_home)
 
     def part_bytes(self, infos: Iterable[TensorInfo]) -> int:
         """See ``Device``."""
