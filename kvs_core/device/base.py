@@ -767,6 +767,7 @@ class Device(ModelDevice, Protocol):
     name: str
     captures: bool    # decode steps are captured, where there is memory for that
     is_host: bool     # its memory is the host's, which the history needs too
+    spills: bool      # weights that stay may exceed its memory: the rest of them is in the host's
     capabilities: Capabilities
     compute: Stream
     copy: Stream      # history -> slots
@@ -854,7 +855,7 @@ class Device(ModelDevice, Protocol):
         ...
 
     def free_bytes(self) -> int:
-        """Device memory that could be had now, for choosing an arena's size."""
+        """Device memory that could be had now, for choosing an arena's size, with no weights moved out for it."""
         ...
 
     def link_bytes_per_s(self) -> float:

@@ -239,11 +239,14 @@ class WeightStore:
     """Loads matrices, each once: the same tensors give the same weight."""
 
     def __init__(
-        self, launcher: Launcher, allocate: Allocate, upload: Upload, source: Source, piece_bytes: int = PIECE_BYTES
+        self, launcher: Launcher, allocate: Allocate, upload: Upload, source: Source, piece_bytes: int = PIECE_BYTES,
+        *, hold: Allocate | None = None,
     ) -> None:
+        """``hold``: allocates what stays, where that is other memory than ``allocate`` has for what is on its way."""
         self.held_bytes = 0
         self._launcher = launcher
         self._allocate = allocate
+        self._hold = hold or allocate
         self._upload = upload
         self._source = source
         self._piece_bytes = piece_bytes
@@ -349,7 +352,7 @@ class WeightStore:
 
     def _take(self, size_bytes: int) -> Buffer:
         self.held_bytes += size_bytes
-        return self._allocate(size_bytes)
+        return self._hold(size_bytes)
 
     def _bias(self, infos: Sequence[TensorInfo], biases: Sequence[TensorInfo | None]) -> Buffer | None:
         if all(bias is None for bias in biases):

@@ -82,6 +82,7 @@ class HostDevice:
     name = "cpu"
     captures = False
     is_host = True
+    spills = False
 
     def __init__(
         self, threads: int | None = None, *, debug: HostDebug | None = None, memory_limit_bytes: int | None = None
