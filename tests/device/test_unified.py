@@ -75,6 +75,18 @@ def test_matrices_that_stay_are_managed_and_nothing_else(
         device.close()
 
 
+def test_a_token_table_that_cannot_be_pinned_is_managed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As other weights are that the GPU holds."""
+    monkeypatch.setenv(VARIABLE, "1")
+    machine = machine_of("cuda_on_cpu")
+    runtime = Recorded(machine.runtime())
+    device = machine.device(runtime)
+    runtime.pinned = False
+    device.load_table(MATRIX)
+    assert runtime.managed == [(MATRIX.n_bytes, "weights")]
+    device.close()
+
+
 def test_free_memory_is_without_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even where the driver would move them out for whatever asks."""
     monkeypatch.setenv(VARIABLE, "1")
