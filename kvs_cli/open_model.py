@@ -18,7 +18,6 @@ from kvs_core.device.base import Device
 from kvs_core.device.choose import open_device
 from kvs_core.engine.budget import Drafting
 from kvs_core.engine.engine import Engine
-from kvs_core.engine.split import check_layers
 from kvs_core.formats.finite import check_finite
 from kvs_core.formats.gguf import GgufFile, parse_override
 from kvs_core.formats.hub import fetch_url, resolve_hf
@@ -93,7 +92,6 @@ def open_engine(
 
     ``pool_bytes``: of KV pages alone, with the workspaces outside, where the settings name no arena and no pool.
     """
-    check_layers(model.spec, settings.device.gpu_layers)
     # What is wrong is said before the weights are read.
     context = settings.context.plan(model.spec.n_ctx_train, model.spec.n_ctx_most)
     verify_width(

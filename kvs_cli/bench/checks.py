@@ -5,7 +5,6 @@ from __future__ import annotations
 from kvs_cli.open_model import OpenModel
 from kvs_core.engine.budget import Drafting
 from kvs_core.engine.speculation import MOST_DRAFTED
-from kvs_core.engine.split import check_layers
 from kvs_core.errors import ContextError
 from kvs_core.settings import ContextPlan, EngineSettings
 from kvs_core.speculative.drafter import verify_width
@@ -29,7 +28,6 @@ def check_engine(model: OpenModel, settings: EngineSettings, flag: str) -> Conte
             f"use no more, or --override-kv {model.spec.arch}.context_length=int:N",
             prompt_tokens=settings.context.ctx_size, context_tokens=most,
         )
-    check_layers(model.spec, settings.device.gpu_layers)
     Drafting.of(settings.speculative.types).check(model.spec)
     verify_width(settings.speculative, ubatch_tokens=context.ubatch_tokens, context_tokens=context.context_tokens)
     return context

@@ -15,7 +15,6 @@ from kvs_cli.plan.plot import check_plot, draw
 from kvs_cli.plan.text import print_tables, sections
 from kvs_cli.render import Screen, print_json, print_sections
 from kvs_core.device.choose import open_device
-from kvs_core.engine.split import check_layers
 from kvs_core.settings import PlanSettings
 from kvs_core.speculative.drafter import verify_width
 
@@ -27,7 +26,6 @@ def execute(settings: PlanSettings) -> int:
     screen = Screen.of(settings.logging)
     model = open_model(settings.engine.model, screen, settings.engine.rope)
     context = plan_context(model, settings.engine)
-    check_layers(model.spec, settings.engine.device.gpu_layers)
     speculative = settings.engine.speculative
     verify_width(speculative, ubatch_tokens=context.ubatch_tokens, context_tokens=context.context_tokens)
     with closing(open_device(settings.engine.device)) as device:

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from kvs_core.device.cuda import unified
 from kvs_core.device.cuda.about import Gpu
 from kvs_core.device.cuda.nvml import Card
 from kvs_core.device.cuda.nvrtc import KernelCache
 from kvs_core.device.host.machine import BlasLibrary
 from kvs_core.device.pinning import Pinned
 
-SETTINGS = ("KVS_CACHE_DIR", "CUDA_VISIBLE_DEVICES", "GGML_CUDA_ENABLE_UNIFIED_MEMORY", "OPENBLAS_NUM_THREADS",
-            "OPENBLAS_CORETYPE")
+SETTINGS = ("KVS_CACHE_DIR", "CUDA_VISIBLE_DEVICES", unified.VARIABLE, "OPENBLAS_NUM_THREADS", "OPENBLAS_CORETYPE")
 """Variables that change what kvs finds here, or are thought to."""
 
 

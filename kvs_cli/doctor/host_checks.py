@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from kvs_cli.doctor.check import Check, gb_per_s, problem, size, told, warning
 from kvs_cli.doctor.facts import Facts, HostFacts
+from kvs_core.device.cuda import unified
 from kvs_core.units import MIB
 
 _LEAST_RAM_BYTES = 256 * MIB    # Python, NumPy and the smallest model
@@ -54,9 +55,11 @@ def settings_checks(facts: Facts) -> Iterator[Check]:
             continue
         if name == "CUDA_VISIBLE_DEVICES" and value.strip() in ("", "-1"):
             yield warning(name, f"{value!r} hides every GPU", f"unset {name} to use one")
-        elif name == "GGML_CUDA_ENABLE_UNIFIED_MEMORY":
-            yield warning(name, f"{value!r} has no effect on kvs",
-                          f"unset {name}; a KV cache and weights beyond the GPU are streamed, see --gpu-layers")
+        elif name == unified.VARIABLE and facts.host.is_wsl:
+            yield warning(name, f"{value!r} has no effect in WSL",
+                          f"unset {name}; weights beyond the GPU are streamed, see --gpu-layers")
+        elif name == unified.VARIABLE:
+            yield Check(name, f"{value!r}: weights that --gpu-layers keeps on the GPU may exceed its memory, slowly")
         else:
             yield Check(name, repr(value))
 

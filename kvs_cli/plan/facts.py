@@ -39,6 +39,7 @@ def facts(plan: Plan) -> Section:
             "weights_bytes": setup.weights.size_bytes,
             "streamed_layers": list(setup.split.passing),
             "streamed_weights_bytes": setup.split.pass_bytes,
+            "spilled_weights_bytes": setup.spilled_bytes,
             "weights_ring_bytes": setup.split.ring.size_bytes,
             "state_bytes": setup.state_bytes,
             "arena_bytes": memory.arena_bytes,

@@ -12,6 +12,7 @@ from kvs_core.engine.budget import BudgetDevice, Drafting, arena_for, plan_budge
 from kvs_core.engine.forecast import Point, Rounds, Setup, contexts, forecast
 from kvs_core.engine.held import held_on_cuda, held_on_host, held_weights
 from kvs_core.engine.rates import Found, find_rates, forget_rates
+from kvs_core.engine.spill import spilled_bytes
 from kvs_core.engine.split import plan_split
 from kvs_core.errors import BudgetError, CapabilityError
 from kvs_core.settings import EngineSettings, KvSettings
@@ -52,7 +53,7 @@ class Plan:
 
     @property
     def needed_bytes(self) -> int:
-        """Of the device: weights, recurrent state, arena."""
+        """Of the device: weights, but for what spills, recurrent state, arena."""
         return _needed_bytes(self.setup)
 
     @property
@@ -62,8 +63,8 @@ class Plan:
 
     @property
     def host_needed_bytes(self) -> int:
-        """Of host memory: the history, weights that pass, and on the host all that the device holds."""
-        return self.history_bytes + self.setup.split.pass_bytes + (self.needed_bytes if self.is_host else 0)
+        """Of host memory: the history, weights that pass or spill, and on the host all that the device holds."""
+        return self.history_bytes + _host_weights_bytes(self.setup) + (self.needed_bytes if self.is_host else 0)
 
 
 def make_plan(model: OpenModel, settings: EngineSettings, device: Device, *, measure: bool = False) -> Plan:
@@ -108,7 +109,11 @@ def _setup(
         model.spec, settings.context, kv, free_bytes=max(0, free_bytes - loaded),
         device=BudgetDevice.of(device), drafting=drafting, ring_bytes=split.ring.size_bytes,
     )
-    return Setup.of(model.spec, budget, kv, weights, drafting, split)
+    setup = Setup.of(model.spec, budget, kv, weights, drafting, split)
+    other = setup.state_bytes + budget.memory.arena_bytes
+    return replace(setup, spilled_bytes=spilled_bytes(
+        device, weights_bytes=weights.size_bytes, other_bytes=other, free_bytes=free_bytes
+    ))
 
 
 def _check_kernels(setup: Setup, model: OpenModel, device: Device) -> None:
@@ -118,15 +123,20 @@ def _check_kernels(setup: Setup, model: OpenModel, device: Device) -> None:
 
 
 def _needed_bytes(setup: Setup) -> int:
-    return setup.weights.size_bytes + setup.state_bytes + setup.budget.memory.arena_bytes
+    return setup.weights.size_bytes - setup.spilled_bytes + setup.state_bytes + setup.budget.memory.arena_bytes
+
+
+def _host_weights_bytes(setup: Setup) -> int:
+    return setup.split.pass_bytes + setup.spilled_bytes
 
 
 def _check_fits(setup: Setup, device: Device, free_bytes: int, ram_bytes: int) -> None:
     """``BudgetError`` that says what does not fit, and by how much: what the device holds, or the history of a full
     context beside it (on the host) or in host memory."""
-    needed, history = _needed_bytes(setup), _history_bytes(setup) + setup.split.pass_bytes
-    what = "the history of a full context" + (" and the weights that pass take" if setup.split.passing else " takes")
-    parts = (f"weights of {mib_ceil(setup.weights.size_bytes)} MiB, recurrent state of "
+    needed, history = _needed_bytes(setup), _history_bytes(setup) + _host_weights_bytes(setup)
+    moved = [name for name, size in (("pass", setup.split.pass_bytes), ("spill", setup.spilled_bytes)) if size]
+    what = "the history of a full context" + (f" and the weights that {' or '.join(moved)} take" if moved else " takes")
+    parts = (f"weights of {mib_ceil(setup.weights.size_bytes - setup.spilled_bytes)} MiB, recurrent state of "
              f"{mib_ceil(setup.state_bytes)} MiB and an arena of {mib_ceil(setup.budget.memory.arena_bytes)} MiB")
     lacks, smaller = [], "arena, --ctx-size or model"
     if needed > free_bytes:

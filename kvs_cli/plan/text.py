@@ -39,6 +39,7 @@ def sections(plan: Plan, facts: Mapping[str, Any]) -> dict[str, dict[str, str]]:
             "it fits": _fits(plan),
             "weights": _mib(memory["weights_bytes"]),
             **_streamed_weights(plan, memory),
+            **_spilled_weights(memory),
             "recurrent state": _mib(memory["state_bytes"]) if memory["state_bytes"] else "none",
             "arena": f"{_mib(memory['arena_bytes'])}{chosen}; least {memory['least_arena_mib']} MiB, "
                      f"{full_arena(facts['kv']['mode'])} from {memory['full_arena_mib']} MiB",
@@ -61,6 +62,16 @@ def _streamed_weights(plan: Plan, memory: Mapping[str, Any]) -> dict[str, str]:
     return {"weights that stream": (
         f"{_mib(memory['streamed_weights_bytes'])} of {len(layers)} of {plan.model.spec.n_layer} layers, in host "
         f"memory; all of it passes in every step, through {_mib(memory['weights_ring_bytes'])} of the arena"
+    )}
+
+
+def _spilled_weights(memory: Mapping[str, Any]) -> dict[str, str]:
+    size = memory["spilled_weights_bytes"]
+    if not size:
+        return {}
+    return {"weights that spill": (
+        f"{_mib(size)} of them, beyond the GPU's memory, in host memory; counted as if they came at the link's rate, "
+        "which is more than they do"
     )}
 
 

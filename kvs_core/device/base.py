@@ -389,19 +389,12 @@ class Weight(Protocol):
     def n_out(self) -> int: ...
 
 
-Joined = tuple[Sequence[TensorInfo], Sequence[TensorInfo | None]]
-"""Tensors and biases of a matrix, as ``Device.load_matrix`` takes them."""
-
-
 class WeightPart(Protocol):
-    """The matrices of one part of a layer, which do not stay on the device: they pass through a place in the arena.
+    """Weights that do not stay on the device: they pass through a place in the arena, all of them in one copy.
 
-    weights  to multiply with, once ``lie_in`` has told where they are and their bytes are there
-    home     uint8 [n] of pinned host memory: what is to be copied there, in the form in which the device multiplies it
+    home  uint8 [n] of pinned host memory: what is to be copied there, in the form in which the device multiplies it;
+          n is a multiple of 256
     """
-
-    @property
-    def weights(self) -> Sequence[Weight]: ...
 
     @property
     def home(self) -> np.ndarray: ...
@@ -409,6 +402,17 @@ class WeightPart(Protocol):
     def lie_in(self, place: Buffer) -> None:
         """From now on ops find the matrices in ``place``, uint8 [n] of the arena. No copy."""
         ...
+
+
+class PassingWeight(WeightPart, Protocol):
+    """One of them.
+
+    weight  to multiply with, once ``lie_in`` has told where it is and its bytes are there: a ``Weight``, or what
+            ``Device.load_experts`` gives
+    """
+
+    @property
+    def weight(self) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -710,12 +714,15 @@ class ModelDevice(Protocol):
         """
         ...
 
-    def load_part(self, matrices: Sequence[Joined], home: np.ndarray) -> WeightPart:
-        """Matrices that are to pass through the arena, put into ``home``: pinned, uint8, with room for them."""
+    def load_passing(
+        self, infos: Sequence[TensorInfo], home: np.ndarray, biases: Sequence[TensorInfo | None] = ()
+    ) -> PassingWeight:
+        """What ``load_matrix``, or for tensors of three dimensions ``load_experts``, would load, to pass through the
+        arena; put into ``home``: pinned, uint8, with room for ``part_bytes``."""
         ...
 
     def part_bytes(self, infos: Iterable[TensorInfo]) -> int:
-        """Room that suffices for a part of these matrices, at home and in the arena: a multiple of 256."""
+        """Room that suffices for these tensors, at home and in the arena: a multiple of 256."""
         ...
 
     def load_table(self, info: TensorInfo) -> Weight:
@@ -731,7 +738,7 @@ class ModelDevice(Protocol):
     ) -> None:
         """Decide how the matrices of a model are held, and do the loading work. Once, before ``load_matrix``.
 
-        passing  those that will come with ``load_part``
+        passing  those that will come with ``load_passing``
         """
         ...
 
@@ -760,6 +767,7 @@ class Device(ModelDevice, Protocol):
     name: str
     captures: bool    # decode steps are captured, where there is memory for that
     is_host: bool     # its memory is the host's, which the history needs too
+    spills: bool      # weights that stay may exceed its memory: the rest of them is in the host's
     capabilities: Capabilities
     compute: Stream
     copy: Stream      # history -> slots
@@ -847,7 +855,7 @@ class Device(ModelDevice, Protocol):
         ...
 
     def free_bytes(self) -> int:
-        """Device memory that could be had now, for choosing an arena's size."""
+        """Device memory that could be had now, for choosing an arena's size, with no weights moved out for it."""
         ...
 
     def link_bytes_per_s(self) -> float:

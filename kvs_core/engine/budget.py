@@ -46,11 +46,12 @@ class BudgetDevice:
     scratch: DeviceScratch = lambda phase, sizes: ()
     page_layout: Callable[[PageGeometry], PageGeometry] = lambda geometry: geometry
     is_host: bool = True
+    spills: bool = False
 
     @classmethod
     def of(cls, device: Device) -> BudgetDevice:
         """What ``device`` adds."""
-        return cls(device.scratch, device.page_layout, device.is_host)
+        return cls(device.scratch, device.page_layout, device.is_host, device.spills)
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +219,7 @@ def plan_budget(
         pages, need, buffers,
         arena_bytes=kv.arena_mib * MIB if isinstance(kv.arena_mib, int) else arena_bytes,
         pool_bytes=pool_bytes if kv.pool_mib is None else kv.pool_mib * MIB,
-        room=_room(kv, free_bytes - state_bytes(spec), device.is_host),
+        room=_room(kv, free_bytes - state_bytes(spec), device),
         advice=_RESIDENT_ADVICE if mode is ResidencyMode.RESIDENT else "",
         ring_bytes=ring_bytes,
     )
@@ -304,12 +305,14 @@ class ArenaRoom:
             )
 
 
-def _room(kv: KvSettings, free_bytes: int, is_host: bool) -> ArenaRoom | None:
+def _room(kv: KvSettings, free_bytes: int, device: BudgetDevice) -> ArenaRoom | None:
     if kv.arena_mib != "auto":
         return ArenaRoom(int(free_bytes * _FREE_SHARE)) if kv.fit else None
     left = max(0, free_bytes - kv.fit_target_mib * MIB)
     source = f"{free_bytes // MIB} MiB that are free, without --fit-target {kv.fit_target_mib}"
-    if is_host:   # every page has its place in the history too
+    if device.spills:   # weights give way to what it must be
+        return ArenaRoom(left // MIB * MIB)
+    if device.is_host:   # every page has its place in the history too
         return ArenaRoom(left // 2 // MIB * MIB, f"{source}, the history beside it in the same memory")
     return ArenaRoom(left // MIB * MIB, source)
 

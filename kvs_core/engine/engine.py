@@ -27,6 +27,7 @@ from kvs_core.device.base import Device
 from kvs_core.engine.budget import NO_DRAFTING, BudgetDevice, Drafting, plan_budget
 from kvs_core.engine.captured import CapturedSteps
 from kvs_core.engine.checkpoints import Checkpoint, ParkedSequence
+from kvs_core.engine.spill import check_spill
 from kvs_core.engine.split import plan_split
 from kvs_core.engine.step import Kept, Step, StepParts
 from kvs_core.engine.tiles import TileRoom
@@ -125,6 +126,7 @@ class Engine:
         first = plan(free_bytes=device.free_bytes())
         for geometry in first.pages.each:   # before the weights
             device.capabilities.check(geometry, spec.parts)
+        check_spill(file, spec, device, self.split, drafting, lambda free_bytes: plan(free_bytes=free_bytes))
         load = partial(
             load_model, file, context_tokens=first.context.context_tokens, rope=rope, nextn=drafting.nextn,
             passing=self.split.passing,

@@ -166,6 +166,7 @@ class Setup:
 
     state_bytes  of the device, beside weights and arena: recurrent state, and what the MTP block keeps
     split        which of the weights pass through the arena
+    spilled_bytes  of weights that stay, what is in host memory: the link brings it too, at best as fast
     layers       of the trunk, of every kind
     favoured     of the layers with K and V, the last ones, that are the MTP block's
     windows      keys that a row sees of each layer with K and V, 0: all
@@ -186,6 +187,7 @@ class Setup:
     favoured: int = 0
     head_pages: int = 0
     split: WeightSplit = ALL_STAY
+    spilled_bytes: int = 0
 
     @staticmethod
     def of(
@@ -205,8 +207,9 @@ class Setup:
         )
 
     def pass_s(self, rates: Rates) -> float:
-        """Seconds in which the link brings the weights that pass, once."""
-        return self.split.pass_bytes / rates.link_bytes_per_s + len(self.split.ring.part_bytes) * rates.copy_s
+        """Seconds in which the link brings the weights that pass or spill, once."""
+        moved_bytes = self.split.pass_bytes + self.spilled_bytes
+        return moved_bytes / rates.link_bytes_per_s + len(self.split.ring.part_bytes) * rates.copy_s
 
     @property
     def trunk_kv_layers(self) -> int:

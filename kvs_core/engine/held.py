@@ -12,7 +12,7 @@ from kvs_core.device.host.weights import HELD_SHARE
 from kvs_core.engine.forecast import IN_FILE, Weights
 from kvs_core.formats.gguf import GgufFile, TensorInfo, split_experts
 from kvs_core.models.spec import ModelSpec
-from kvs_core.models.weights import PER_LAYER_TABLE, layer_of
+from kvs_core.models.weights import PER_LAYER_TABLE, is_unused, layer_of, makes_values
 
 FLOATS = "float32"
 """Name of what the host holds as float32."""
@@ -47,7 +47,7 @@ def held_weights(
         else:
             part = block if layer_of(info.name) >= spec.n_layer else trunk
         name, size = held(info)
-        size *= 2 if twice and _makes_values(file, info.name) else 1
+        size *= 2 if twice and makes_values(file, info.name) else 1
         part[name] += size
         if layer_of(info.name) in passing and name != IN_FILE:
             passing_bytes += size
@@ -58,6 +58,8 @@ def held_weights(
         for matrix in split_experts(info):
             name, size = held(matrix)
             part[name] += size
+            if layer_of(info.name) in passing and name != IN_FILE:
+                passing_bytes += size
     share = 0.0 if spec.experts is None else spec.experts.used / spec.experts.count
     return Weights(
         dict(trunk), dict(head), dict(block), table_bytes, dict(experts), dict(block_experts), share, passing_bytes
@@ -94,10 +96,10 @@ def _tensors(file: GgufFile, spec: ModelSpec, nextn: bool, *, dimensions: int) -
     for info in file.tensors.values():
         if len(info.shape) != dimensions or info.name.endswith(_NOT_MULTIPLIED):
             continue
-        if layer_of(info.name) < spec.n_layer or nextn:
+        layer = layer_of(info.name)
+        if layer >= spec.n_layer:
+            used = nextn
+        else:
+            used = layer < 0 or not is_unused(spec.layers[layer], info.name)
+        if used:
             yield info
-
-
-def _makes_values(file: GgufFile, name: str) -> bool:
-    """Whether it is a keys' matrix of a layer that has none for values."""
-    return name.endswith(".attn_k.weight") and name.replace("attn_k", "attn_v") not in file.tensors

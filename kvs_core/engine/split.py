@@ -2,6 +2,7 @@
 
 As with llama-server's ``--gpu-layers`` N, the output layer counts as one of them. It always stays: the ring would need
 as many bytes as it has. So does the MTP block. With one layer left over nothing passes: it would be the whole ring.
+Experts pass together: which of them a step takes is known only when it is there.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from itertools import chain
 from kvs_core.device.base import Device
 from kvs_core.engine.budget import NO_DRAFTING, BudgetDevice, Drafting, plan_budget
 from kvs_core.engine.held import held_on_cuda, held_weights
-from kvs_core.errors import BudgetError, CapabilityError
+from kvs_core.errors import BudgetError
 from kvs_core.formats.gguf import GgufFile, TensorInfo
 from kvs_core.models.recurrent import state_bytes
 from kvs_core.models.spec import ModelSpec
-from kvs_core.models.weights import layer_of
+from kvs_core.models.weights import layer_matrices
 from kvs_core.paging.weight_ring import ALL_STAY, WeightRing, WeightSplit, spread
 from kvs_core.settings.rooms import ALL_LAYERS, ContextSettings, KvSettings
 from kvs_core.units import MIB
@@ -28,47 +29,18 @@ PartBytes = Callable[[Iterable[TensorInfo]], int]
 """``Device.part_bytes``."""
 
 
-def check_layers(spec: ModelSpec, gpu_layers: int | None) -> None:
-    """``CapabilityError`` for a model whose weights stay together, if not all layers would stay. 0 asks for the CPU, or
-    for a split that the GPU will refuse for other reasons."""
-    if _stays_together(spec) and gpu_layers is not None and 0 < gpu_layers < spec.n_layer:
-        _refuse(spec, gpu_layers)
-
-
-def _stays_together(spec: ModelSpec) -> bool:
-    """Experts, and layers whose keys make values too or that have matrices in neither part, are not split."""
-    return spec.experts is not None or spec.v_norms
-
-
-def _refuse(spec: ModelSpec, gpu_layers: int) -> None:
-    layers = "layers of experts" if spec.experts is not None else f"layers of {spec.arch}"
-    raise CapabilityError(
-        f"--gpu-layers {gpu_layers}: {spec.name} has {spec.n_layer} {layers}, whose weights stay together on "
-        "one device; use --gpu-layers all, or --device cpu"
-    )
-
-
 class Splits:
     """The splits of one model on one device, whose ``part_bytes`` says what parts take."""
 
     def __init__(self, file: GgufFile, spec: ModelSpec, part_bytes: PartBytes) -> None:
-        self._spec = spec
-        mixers: list[list[TensorInfo]] = [[] for _ in spec.layers]
-        feed_forwards: list[list[TensorInfo]] = [[] for _ in spec.layers]
-        for info in file.tensors.values():
-            layer = layer_of(info.name)
-            if len(info.shape) == 2 and 0 <= layer < spec.n_layer and not info.name.endswith("conv1d.weight"):
-                (feed_forwards if ".ffn_" in info.name else mixers)[layer].append(info)
-        self._parts = [tuple(map(part_bytes, parts)) for parts in zip(mixers, feed_forwards, strict=True)]
+        self._parts = [tuple(map(part_bytes, parts)) for parts in layer_matrices(file, spec.layers).values()]
 
     def at(self, gpu_layers: int) -> WeightSplit:
-        """With so many layers on the device. ``CapabilityError`` for a model of which all must stay."""
-        layers = self._spec.n_layer
+        """With so many layers on the device."""
+        layers = len(self._parts)
         count = min(layers, max(0, layers + 1 - gpu_layers))
         if count < _LEAST_PASSING:
             return ALL_STAY
-        if _stays_together(self._spec):
-            _refuse(self._spec, gpu_layers)
         passing = spread(count, layers)
         return WeightSplit(passing, WeightRing(tuple(chain.from_iterable(self._parts[layer] for layer in passing))))
 
@@ -81,11 +53,9 @@ class Splits:
         Nothing passes where nothing would help; then loading says what cannot be had. ``BudgetError`` where a larger
         arena might help: it has no room for the ring.
         """
-        if _stays_together(self._spec):
-            return ALL_STAY
         refused: BudgetError | None = None
         for spared in (target_bytes, 0):
-            for count in (ALL_LAYERS, *range(self._spec.n_layer - 1, 0, -1)):
+            for count in (ALL_LAYERS, *range(len(self._parts) - 1, 0, -1)):
                 split = self.at(count)
                 try:
                     needed = needed_bytes(split)
@@ -114,7 +84,8 @@ def plan_split(
         return splits.at(gpu_layers)
     if device.is_host or not kv.fit:
         return ALL_STAY
-    weights = held_weights(file, spec, held_on_cuda, nextn=drafting.nextn).size_bytes + drafting.table_bytes(spec)
+    held = held_weights(file, spec, held_on_cuda, nextn=drafting.nextn, twice=True)
+    weights = held.size_bytes + drafting.table_bytes(spec)
     least = replace(kv, arena_mib=None) if kv.arena_mib == "auto" else kv
 
     def needed_bytes(split: WeightSplit) -> int:

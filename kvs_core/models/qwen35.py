@@ -247,15 +247,11 @@ def load_nextn(spec: ModelSpec, loader: Loader, ropes: Ropes) -> NextN:
 
 def _load_delta_net(spec: ModelSpec, layer: LayerSpec, loader: Loader) -> DeltaNet:
     block = f"blk.{layer.index}"
-    joint, out = loader.part(
-        layer.index, [f"{block}.attn_qkv", f"{block}.attn_gate", f"{block}.ssm_beta", f"{block}.ssm_alpha"],
-        [f"{block}.ssm_out"],
-    )
     return DeltaNet(
         layer=layer,
         norm=loader.vector(f"{block}.attn_norm.weight"),
-        joint=joint,
-        out=out,
+        joint=loader.matrix(f"{block}.attn_qkv", f"{block}.attn_gate", f"{block}.ssm_beta", f"{block}.ssm_alpha"),
+        out=loader.matrix(f"{block}.ssm_out"),
         weights=GdnWeights(
             conv=loader.transposed(f"{block}.ssm_conv1d.weight"),
             dt_bias=loader.vector(f"{block}.ssm_dt.bias"),

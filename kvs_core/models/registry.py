@@ -65,7 +65,7 @@ def load_model(
     """
     spec = read_spec(file, rope)
     arch = _arch_of(file)
-    loader = Loader(file, device, passing)
+    loader = Loader(file, device, [spec.layers[index] for index in passing])
     # As in llama.cpp: of tensors that divide angles, the one that holds for every context comes first.
     divisors = DIVISORS if DIVISORS in file.tensors else divisors_name(spec.rope, context_tokens)
     ropes = Ropes.of(
@@ -77,7 +77,7 @@ def load_model(
         spec,
         device,
         embedding=loader.table("token_embd.weight"),
-        layers=[replace(layer, parts=tuple(loader.parts.get(index, ()))) for index, layer in enumerate(layers)],
+        layers=[replace(layer, parts=loader.parts.get(index, ())) for index, layer in enumerate(layers)],
         output_norm=loader.vector("output_norm.weight"),
         head=loader.matrix(loader.head),
         nextn=arch.load_nextn(spec, loader, ropes) if nextn else None,

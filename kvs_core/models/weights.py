@@ -12,11 +12,10 @@ from kvs_core.device.base import (
     AttentionParams,
     Buffer,
     ExpertWeights,
-    Joined,
     ModelDevice,
+    PassingWeight,
     RopeTable,
     Weight,
-    WeightPart,
 )
 from kvs_core.errors import DeviceError, ModelFileError
 from kvs_core.formats.gguf import GgufFile, TensorInfo, split_experts
@@ -69,7 +68,7 @@ def check_tensors(file: GgufFile, arch: str, table: Iterable[TensorSpec]) -> Non
         )
 
 
-def is_matrix(spec: TensorSpec) -> bool:
+def is_matrix(spec: TensorSpec | TensorInfo) -> bool:
     """Whether a tensor is multiplied with rows. The taps of a convolution are two-dimensional too, and are not, nor is
     a table that is no head."""
     return len(spec.shape) == 2 and not spec.name.endswith(("conv1d.weight", PER_LAYER_TABLE))
@@ -81,18 +80,79 @@ def layer_of(name: str) -> int:
     return int(parts[1]) if parts[0] == "blk" else -1
 
 
+def is_unused(layer: LayerSpec, name: str) -> bool:
+    """Whether a tensor of that layer is one for keys or values of its own, where it reads those of another."""
+    return layer.shares and name.endswith((".attn_k.weight", ".attn_v.weight"))
+
+
+def makes_values(file: GgufFile, name: str) -> bool:
+    """Whether it is a keys' matrix of a layer that has none for values."""
+    return name.endswith(".attn_k.weight") and name.replace("attn_k", "attn_v") not in file.tensors
+
+
+def layer_matrices(file: GgufFile, layers: Iterable[LayerSpec]) -> dict[int, tuple[list[TensorInfo], list[TensorInfo]]]:
+    """By layer, what its mixer and all behind it multiply with, experts too, as ``Loader`` loads it: twice what is used
+    twice."""
+    found: dict[int, tuple[list[TensorInfo], list[TensorInfo]]] = {layer.index: ([], []) for layer in layers}
+    specs = {layer.index: layer for layer in layers}
+    for info in file.tensors.values():
+        layer = specs.get(layer_of(info.name))
+        if layer is None or not (is_matrix(info) or len(info.shape) == 3) or is_unused(layer, info.name):
+            continue
+        found[layer.index][_part_of(info.name)].extend([info] * (2 if makes_values(file, info.name) else 1))
+    return found
+
+
+def _part_of(name: str) -> int:
+    """0 for what a mixer has, 1 for the rest of a layer: as in ``models.model.Layer.parts``."""
+    return 0 if name.split(".")[2].startswith(("attn_", "ssm_")) else 1
+
+
+class LayerPart:
+    """``WeightPart``: the matrices of a layer's mixer, or of all behind it, one after the other."""
+
+    def __init__(self, room: np.ndarray) -> None:
+        """``room``: pinned, for all that will be added."""
+        self._room = room
+        self._size_bytes = 0
+        self._held: list[PassingWeight] = []
+
+    @property
+    def home(self) -> np.ndarray:
+        """See ``WeightPart``."""
+        return self._room[: self._size_bytes]
+
+    @property
+    def room(self) -> np.ndarray:
+        """For the next one."""
+        return self._room[self._size_bytes :]
+
+    def add(self, held: PassingWeight) -> Any:
+        """One more, whose home is the first bytes of ``room``; what to multiply with."""
+        self._held.append(held)
+        self._size_bytes += held.home.nbytes
+        return held.weight
+
+    def lie_in(self, place: Buffer) -> None:
+        """See ``WeightPart``."""
+        at = 0
+        for held in self._held:
+            held.lie_in(place[at : at + held.home.nbytes])
+            at += held.home.nbytes
+
+
 class Loader:
     """Loads tensors of a checked file by name.
 
-    parts  those that pass through the arena, by layer, in order of use
+    parts  those that pass through the arena, by layer: of its mixer, and of all behind it
     """
 
-    def __init__(self, file: GgufFile, device: ModelDevice, passing: Collection[int] = ()) -> None:
+    def __init__(self, file: GgufFile, device: ModelDevice, passing: Collection[LayerSpec] = ()) -> None:
         """``passing``: layers whose matrices do not stay on the device."""
         self._file = file
         self._device = device
-        self._passing = frozenset(passing)
-        self.parts: dict[int, list[WeightPart]] = {}
+        self._passing = layer_matrices(file, passing)
+        self.parts: dict[int, tuple[LayerPart, LayerPart]] = {}
 
     def prepare(self, table: Sequence[TensorSpec], progress: Progress | None) -> None:
         """Let the device do the loading work for all matrices of ``table`` at once.
@@ -100,14 +160,12 @@ class Loader:
         Experts come last: a device that has no room for all holds what every row is multiplied with.
         """
         there = [spec for spec in table if spec.name in self._file.tensors]
-        infos: list[TensorInfo] = []
-        passing: list[TensorInfo] = []
-        for spec in there:
-            if is_matrix(spec):
-                (passing if layer_of(spec.name) in self._passing else infos).append(self._info(spec.name))
-        for spec in there:
+        stay = [spec for spec in there if layer_of(spec.name) not in self._passing]
+        infos = [self._info(spec.name) for spec in stay if is_matrix(spec)]
+        for spec in stay:
             if len(spec.shape) == 3:
                 infos += split_experts(self._info(spec.name))
+        passing = [info for parts in self._passing.values() for part in parts for info in part]
         self._device.prepare_weights(infos, progress, passing=passing)
 
     def has(self, name: str) -> bool:
@@ -128,25 +186,13 @@ class Loader:
 
     def matrix(self, *stems: str) -> Weight:
         """The matrices ``stem.weight``, joined, with what there is of ``stem.bias``."""
-        return self._device.load_matrix(*self._joined(stems))
-
-    def part(self, layer: int, *matrices: Sequence[str]) -> Sequence[Weight]:
-        """The matrices of one part of a layer, each as in ``matrix``: mixers come before feed-forwards."""
-        if layer not in self._passing:
-            return [self.matrix(*stems) for stems in matrices]
-        joined = [self._joined(stems) for stems in matrices]
-        size = self._device.part_bytes(info for infos, _ in joined for info in infos)
-        try:
-            home = self._device.allocate_pinned(size)
-        except (DeviceError, MemoryError) as error:
-            held = sum(part.home.nbytes for parts in self.parts.values() for part in parts)
-            raise DeviceError(
-                f"no pinned host memory for {size / MIB:.1f} MiB more of weights that do not stay on the device "
-                f"({held / MIB:.0f} MiB held); raise --gpu-layers, or end other programs"
-            ) from error
-        part = self._device.load_part(joined, home)
-        self.parts.setdefault(layer, []).append(part)
-        return part.weights
+        infos = [self._info(f"{stem}.weight") for stem in stems]
+        biases = [self._info(f"{stem}.bias") if self.has(f"{stem}.bias") else None for stem in stems]
+        part = self._part(infos[0].name)
+        if part is None:
+            return self._device.load_matrix(infos, biases)
+        weight: Weight = part.add(self._device.load_passing(infos, part.room, biases))
+        return weight
 
     @property
     def head(self) -> str:
@@ -169,12 +215,11 @@ class Loader:
             # Without a matrix of their own, values are the keys before norm and rotary embedding.
             value = "attn_v" if self.has(f"{block}.attn_v.weight") else "attn_k"
             stems += [f"{block}.attn_k", f"{block}.{value}"]
-        qkv, out = self.part(layer.index, stems, [f"{block}.attn_output"])
         return Attention(
             layer=layer,
             norm=self.vector(f"{block}.attn_norm.weight"),
-            qkv=qkv,
-            out=out,
+            qkv=self.matrix(*stems),
+            out=self.matrix(f"{block}.attn_output"),
             params=AttentionParams(
                 heads=layer.heads,
                 kv_heads=layer.kv_heads,
@@ -200,11 +245,10 @@ class Loader:
             return Experts(
                 self.vector(f"{block}.{norm}.weight"), self.experts(spec.experts, block, spec.activation)
             )
-        gate_up, down = self.part(layer.index, [f"{block}.ffn_gate", f"{block}.ffn_up"], [f"{block}.ffn_down"])
         return FeedForward(
             norm=self.vector(f"{block}.{norm}.weight"),
-            gate_up=gate_up,
-            down=down,
+            gate_up=self.matrix(f"{block}.ffn_gate", f"{block}.ffn_up"),
+            down=self.matrix(f"{block}.ffn_down"),
             activation=spec.activation,
             post_norm=self.vector(f"{block}.{POST_NORMS[1]}.weight") if spec.post_norms else None,
         )
@@ -216,8 +260,8 @@ class Loader:
         return ExpertWeights(
             router=self.matrix(f"{block}.ffn_gate_inp"),
             used=experts.used,
-            gate_up=self._device.load_experts([self._info(f"{block}.{stem}_exps.weight") for stem in stems]),
-            down=self._device.load_experts([self._info(f"{block}.ffn_down_exps.weight")]),
+            gate_up=self._experts([f"{block}.{stem}_exps.weight" for stem in stems]),
+            down=self._experts([f"{block}.ffn_down_exps.weight"]),
             shared_gate=self.vector(f"{block}.ffn_gate_inp_shexp.weight") if shared else None,
             shared_gate_up=self.matrix(f"{block}.ffn_gate_shexp", f"{block}.ffn_up_shexp") if shared else None,
             shared_down=self.matrix(f"{block}.ffn_down_shexp") if shared else None,
@@ -231,11 +275,33 @@ class Loader:
     def _vector_if(self, name: str) -> Buffer | None:
         return self.vector(name) if self.has(name) else None
 
-    def _joined(self, stems: Sequence[str]) -> Joined:
-        return (
-            [self._info(f"{stem}.weight") for stem in stems],
-            [self._info(f"{stem}.bias") if self.has(f"{stem}.bias") else None for stem in stems],
-        )
+    def _experts(self, names: Sequence[str]) -> Any:
+        infos = [self._info(name) for name in names]
+        part = self._part(names[0])
+        if part is None:
+            return self._device.load_experts(infos)
+        return part.add(self._device.load_passing(infos, part.room))
+
+    def _part(self, name: str) -> LayerPart | None:
+        """What a tensor passes with; None if it stays."""
+        layer = layer_of(name)
+        if layer not in self._passing:
+            return None
+        if layer not in self.parts:
+            mixer, behind = self._passing[layer]
+            self.parts[layer] = self._home_for(mixer), self._home_for(behind)
+        return self.parts[layer][_part_of(name)]
+
+    def _home_for(self, infos: Sequence[TensorInfo]) -> LayerPart:
+        size = self._device.part_bytes(infos)
+        try:
+            return LayerPart(self._device.allocate_pinned(size))
+        except (DeviceError, MemoryError) as error:
+            held = sum(part.home.nbytes for parts in self.parts.values() for part in parts)
+            raise DeviceError(
+                f"no pinned host memory for {size / MIB:.1f} MiB more of weights that do not stay on the device "
+                f"({held / MIB:.0f} MiB held); raise --gpu-layers, or end other programs"
+            ) from error
 
     def _info(self, name: str) -> TensorInfo:
         return self._file.tensors[name]

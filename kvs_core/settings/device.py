@@ -43,8 +43,7 @@ SETTINGS = (
     _device("gpu_layers", ("-ngl", "--gpu-layers", "--n-gpu-layers"), integer(-1, 1 << 16, words=("auto", "all")),
         "Layers whose weights stay on the GPU, the output layer counted as one; those of the others, spread evenly, "
         "pass through the arena in every step, and the text is the same. auto: as many as fit, see --fit. 0 without "
-        "--device: the CPU. Mixtures of experts and gemma4 are not split: all, or"
-        " --device cpu.",
+        "--device: the CPU. Of a mixture of experts all experts of such a layer pass.",
         default="auto", unit="layers", env="LLAMA_ARG_N_GPU_LAYERS"),
     _device("threads", ("-t", "--threads"), integer(-_MAX_THREADS, _MAX_THREADS),
         "Threads that share the CPU device's large products; 0 or less: one per core. The results are the same, bit "

@@ -52,16 +52,20 @@ def test_drafts_by_the_model_itself_are_warned_of(kvs: Kvs, tiny_llama: Path) ->
     assert "--spec-type draft-resident: each drafted token takes the" in drafted.err
 
 
-@pytest.mark.parametrize("command", ["run", "plan"])
-def test_experts_are_not_split(kvs: Kvs, tmp_path: Path, command: str) -> None:
-    """One line, before anything is loaded."""
+def test_experts_pass_too(kvs: Kvs, tmp_path: Path) -> None:
+    """All experts of a layer, with the same text; ``kvs info`` counts what a run moves."""
     path = write_tiny_qwen3moe(tmp_path / "moe.gguf", seed=1)
-    prompt = ("-p", "x") if command == "run" else ()
-    error = kvs(command, "-m", path, *prompt, "--device", "cpu", "-ngl", "2").error
-    assert error.startswith("--gpu-layers 2: ")
-    assert error.endswith(
-        "layers of experts, whose weights stay together on one device; use --gpu-layers all, or --device cpu"
+    size = sum(
+        info.n_bytes for name, info in GgufFile.open(path).tensors.items()
+        if name.startswith("blk.1.") and len(info.shape) > 1
     )
+    command = ("run", "-m", path, "-p", "word " * 20, "-n", "5", "--device", "cpu", "--json", *GREEDY)
+    whole, split = kvs(*command).json, kvs(*command, "-ngl", "3").json
+    assert split["token_ids"] == whole["token_ids"]
+    assert split["weights"]["streamed_layers"] == [1, 3]
+    assert split["weights_h2d_bytes"] == 2 * split["weights"]["ring_bytes"] == 2 * size
+    info = kvs("info", path, "--device", "cpu", "-ngl", "3", "--json").json["weights"]
+    assert info == {key: split["weights"][key] for key in info}
 
 
 def test_an_arena_without_room_for_the_ring(kvs: Kvs, tiny_llama: Path) -> None:

@@ -271,6 +271,37 @@ def test_the_history_counts_as_host_memory(
     assert f"; and the history of a full context takes {history} MiB, {history - 2} MiB are left in host" in error
 
 
+def test_weights_that_spill_are_host_memory(
+    kvs: Kvs, tiny_llama: Path, free: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU whose weights may exceed its memory they fill it, the rest is in RAM and takes the link's time in every
+    step; state and arena must fit. What lacks is said with its numbers."""
+    monkeypatch.setattr(HostDevice, "is_host", False)
+    monkeypatch.setattr(HostDevice, "spills", True)
+    flags = ("-ngl", "all", "--kv-stream-arena-mib", "3")
+    free(1000)
+    whole = plan(kvs, tiny_llama, *flags)
+    needed = whole["memory"]["needed_bytes"]
+    assert whole["memory"]["spilled_weights_bytes"] == 0
+    assert 3 * MIB < needed < 5 * MIB
+    assert "weights that spill" not in kvs("plan", tiny_llama, *SMALL, *flags).out
+    free(needed // MIB)
+    facts = plan(kvs, tiny_llama, *flags)
+    memory, spilled = facts["memory"], needed % MIB
+    assert (memory["spilled_weights_bytes"], memory["needed_bytes"]) == (spilled, needed // MIB * MIB)
+    assert memory["host_needed_bytes"] == memory["history_bytes"] + spilled
+    assert memory["weights_bytes"] == whole["memory"]["weights_bytes"]
+    assert facts["points"][0]["link_ms"] == pytest.approx(1e3 * spilled / 1e8)
+    assert "weights that spill" in kvs("plan", tiny_llama, *SMALL, *flags).out
+    monkeypatch.setattr(making, "available_ram_bytes", lambda: memory["history_bytes"] + spilled - 1)
+    error = kvs("plan", tiny_llama, *SMALL, *flags).error
+    assert "the history of a full context and the weights that spill take" in error
+    free(2)
+    assert "an arena of 3 MiB need 3 MiB, cpu has 2 MiB free: 1 MiB too many" in kvs(
+        "plan", tiny_llama, *SMALL, *flags
+    ).error
+
+
 @pytest.mark.parametrize(("name", "error"), [
     ("plan.txt", "give a name that ends in .png, .svg, .pdf"), ("nowhere/plan.png", "there is no folder")])
 def test_a_plot_that_cannot_be(kvs: Kvs, tiny_llama: Path, tmp_path: Path, name: str, error: str) -> None:

@@ -113,6 +113,7 @@ class CpuRuntime:
     """See above. ``allocations`` counts device memory taken; ``ahead``: kernels run ahead."""
 
     name = "cuda on cpu"
+    overcommits = True
 
     def __init__(self, *, ahead: bool = False, **launcher: Any) -> None:
         self._recorder = _Recorder()
@@ -133,6 +134,9 @@ class CpuRuntime:
         if self._past is not None:
             self._past.memories.append(buffer)
         return buffer[:size_bytes]
+
+    def allocate_managed(self, size_bytes: int, purpose: str) -> np.ndarray:
+        return self.allocate(size_bytes, purpose)
 
     def allocate_pinned(self, size_bytes: int, purpose: str) -> np.ndarray:
         return memory.poisoned(max(size_bytes, 1), np.uint8)[:size_bytes]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from gguf.constants import GGMLQuantizationType
 from kvs_core.device.cuda.weights import RECORD_TYPES, RecordSection, RowsSection, part_bytes, record_bytes
 from kvs_core.formats.gguf import TensorInfo
 from kvs_core.formats.quants import dequantize_rows, row_bytes
+from kvs_core.models.weights import LayerPart
 from tests.device.tensors import tensor
 from tests.ops.conftest import lab  # noqa: F401  the fixture
 from tests.ops.record_weights import interleave, random_tensor, repack, store_in
@@ -126,14 +128,15 @@ def test_a_part_is_at_home_as_it_would_be_on_the_gpu(lab: Any) -> None:  # noqa:
     def download(target: np.ndarray, memory: Any) -> None:
         target[:] = lab.host(memory)
 
-    part = store.load_part(joined, home, download)
+    part = LayerPart(home)
+    for tensors, biases in joined:
+        part.add(store.load_passing(tensors, part.room, biases, download))
     assert store.held_bytes == 4 * (40 + 24 + 8)
-    assert list(store.weights) == list(part.weights)
     place = np.array(part.home)
     for memory in (home, place):
         part.lie_in(memory)
         at = 0
-        for (tensors, biases), weight in zip(joined, part.weights, strict=True):
+        for (tensors, biases), weight in zip(joined, store.weights, strict=True):
             expected = plain.load(tensors, biases)
             assert (weight.name, weight.n_in, weight.n_out) == (expected.name, expected.n_in, expected.n_out)
             assert (weight.swiglu is None) == (expected.swiglu is None)
@@ -148,3 +151,41 @@ def test_a_part_is_at_home_as_it_would_be_on_the_gpu(lab: Any) -> None:  # noqa:
                 assert (own.bias is None) == (other.bias is None)
                 at += -(-mine.nbytes // 256) * 256
     assert at == part.home.nbytes <= home.nbytes
+
+
+@pytest.mark.parametrize("quants", [(Quant.Q8_0, Quant.Q8_0), (Quant.Q5_0, Quant.F16), (Quant.Q4_0,)])
+def test_experts_at_home_are_what_they_would_be_on_the_gpu(lab: Any, quants: tuple[Quant, ...]) -> None:  # noqa: F811
+    """Byte for byte: gate and up of one type, of two, and joined; each part of an expert is where its section is."""
+    names = [f"blk.0.ffn_{part}_exps.weight" for part in (("gate", "up") if len(quants) > 1 else ("gate_up",))]
+    infos = [
+        replace(random_tensor(name, quant, 3 * 16, 256, i), shape=(256, 16, 3))
+        for i, (name, quant) in enumerate(zip(names, quants, strict=True))
+    ]
+    store, plain = (store_in(lab, piece_bytes=2000) for _ in range(2))
+    home = np.full(part_bytes(infos), 0x5A, np.uint8)
+
+    def download(target: np.ndarray, memory: Any) -> None:
+        target[:] = lab.host(memory)
+
+    part, expected = store.load_passing(infos, home, (), download), plain.load_experts(infos)
+    (stack,) = store.stacks
+    assert part.weight is stack
+    assert part.home.nbytes == home.nbytes   # of whole tiles, or of rows of 512 bytes
+    assert store.held_bytes == 0
+    assert list(store.weights) == []
+    assert (stack.n_in, stack.n_out, len(stack)) == (expected.n_in, expected.n_out, 3)
+    assert (stack.swiglu is None) == (expected.swiglu is None) == (quants != (Quant.Q8_0, Quant.Q8_0))
+    place = np.array(home)
+    for memory in (home, place):
+        part.lie_in(memory)
+        seen = set()
+        for own, other in zip(stack.parts, expected.parts, strict=True):
+            mine, theirs = (
+                each.section.records if isinstance(each.section, RecordSection) else each.section.rows
+                for each in (own, other)
+            )
+            np.testing.assert_array_equal(mine, lab.host(theirs))
+            assert memory.ctypes.data <= mine.ctypes.data < memory.ctypes.data + memory.nbytes
+            seen.add(mine.ctypes.data)
+            assert (own.first_row, own.n_rows, own.column) == (other.first_row, other.n_rows, other.column)
+        assert len(seen) == len(set(quants))

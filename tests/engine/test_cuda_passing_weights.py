@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +25,13 @@ from kvs_core.units import MIB
 from tests.engine.machines import MACHINES, Machine, Move, machine_of, play, write_models
 from tests.engine.rounds import Played, Round, play_rounds
 from tests.engine.tiny import engine, kv_settings
-from tests.support.tiny_gguf import write_tiny_llama, write_tiny_qwen35
+from tests.support.tiny_gguf import (
+    Experts,
+    write_tiny_llama,
+    write_tiny_qwen3moe,
+    write_tiny_qwen35,
+    write_tiny_qwen35moe,
+)
 
 PREFILL, DECODE = Phase.PREFILL, Phase.DECODE
 
@@ -32,6 +39,12 @@ SCRIPT: Sequence[Move] = [
     (PREFILL, 64, 64), (PREFILL, 30, 30), (DECODE, 1, 1), (DECODE, 1, 1), (DECODE, 3, 2), (DECODE, 1, 1),
     (DECODE, 3, 0), (PREFILL, 20, 20), (DECODE, 1, 1), (DECODE, 3, 3),
 ]
+
+
+SPLITS = {
+    "llama": (0,), "qwen35": (0, 3), "gemma4": (0, 1, 3), "qwen3moe": (0,), "qwen35moe": (0, 1, 3), "demo": (0, 1, 3, 5)
+}
+"""Layers that stay, by model."""
 
 
 @pytest.fixture(scope="module", params=MACHINES)
@@ -42,11 +55,18 @@ def machine(request: pytest.FixtureRequest) -> Machine:
 
 @pytest.fixture(scope="module")
 def models(machine: Machine, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """See ``write_models``."""
-    return write_models(tmp_path_factory.mktemp("models"), machine)
+    """See ``write_models``; and mixtures of experts, of two layers or four."""
+    folder = tmp_path_factory.mktemp("models")
+    small: dict[str, Any] = {"embd": 32, "heads": 2, "kv_heads": 1, "head_dim": 64, "ffn": 32, "weight_type": "q8_0"}
+    hybrid: dict[str, Any] = {"n_layer": 4, "interval": 2, "mtp": False, "ssm_state": 32, "ssm_k_heads": 1}
+    return {
+        **write_models(folder, machine),
+        "qwen3moe": write_tiny_qwen3moe(folder / "qwen3moe.gguf", seed=2, n_layer=2, **small),
+        "qwen35moe": write_tiny_qwen35moe(folder / "qwen35moe.gguf", seed=2, ssm_v_heads=2, **hybrid, **small),
+    }
 
 
-@pytest.mark.parametrize("model", ["llama", "qwen35", "demo"])
+@pytest.mark.parametrize("model", list(SPLITS))
 def test_bits_do_not_depend_on_where_weights_are(machine: Machine, models: dict[str, Path], model: str) -> None:
     """Logits are those with all weights on the device, bit for bit, while pages stream too; each step moves each part
     once; behind the load nothing is allocated."""
@@ -56,7 +76,7 @@ def test_bits_do_not_depend_on_where_weights_are(machine: Machine, models: dict[
     with engine(models[model], kv=kv, pool=0.0, fixed=True, device=machine.device, gpu_layers=ALL_LAYERS) as built:
         expected = play(built, SCRIPT, rows=3)
         assert built.weights_report().home_bytes == 0
-    for gpu_layers in {"llama": (0,), "qwen35": (0, 3), "demo": (0, 1, 3, 5)}[model]:
+    for gpu_layers in SPLITS[model]:
         runtime = machine.runtime()
         with engine(
             models[model], kv=kv, pool=0.0, fixed=True, device=partial(machine.device, runtime), gpu_layers=gpu_layers
@@ -161,12 +181,15 @@ def test_auto_keeps_the_most_layers_that_fit(machine: Machine, tmp_path: Path) -
         chosen(path, machine, needed - 1, **least)
 
 
-def test_auto_runs(machine: Machine, tmp_path: Path) -> None:
-    """An engine on a GPU with too little memory for all layers has the logits of one with enough."""
-    path = write_tiny_llama(
-        tmp_path / "llama.gguf", seed=2, n_layer=5, embd=256, heads=4, kv_heads=1, head_dim=64, ffn=1024,
-        weight_type="q8_0",
-    )
+@pytest.mark.parametrize("arch", ["llama", "qwen3moe"])
+def test_auto_runs(machine: Machine, tmp_path: Path, arch: str) -> None:
+    """An engine on a GPU with too little memory for all layers, of experts too, has the logits of one with enough."""
+    path = tmp_path / f"{arch}.gguf"
+    same: dict[str, Any] = {"n_layer": 5, "embd": 256, "heads": 4, "kv_heads": 1, "head_dim": 64, "weight_type": "q8_0"}
+    if arch == "llama":
+        write_tiny_llama(path, seed=2, ffn=1024, **same)
+    else:
+        write_tiny_qwen3moe(path, seed=2, experts=Experts(count=8, used=2, ffn=128), **same)
     kv = kv_settings("f32", "q5_1", arena_mib=8, fit_target_mib=0)
     weights = held_weights(GgufFile.open(path), read_spec(GgufFile.open(path)), held_on_cuda, nextn=False).size_bytes
     outcome = []

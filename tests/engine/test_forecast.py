@@ -38,7 +38,7 @@ from kvs_core.paging.geometry import GROUP_PAGES
 from kvs_core.settings.drafters import ModelDraftSettings, SpeculativeSettings
 from kvs_core.settings.rooms import ContextSettings, KvSettings, RopeSettings
 from tests.engine.tiny import kv_settings, run, text
-from tests.support.tiny_gguf import write_tiny_qwen35moe
+from tests.support.tiny_gguf import Gemma4, write_tiny_gemma4, write_tiny_qwen35moe
 
 H200_MEMORY = 4.167e12   # copies within its memory, bytes read and written per second
 
@@ -202,6 +202,41 @@ def test_keys_that_make_values_too_are_held_twice() -> None:
         held_weights(file, spec, held_on_cuda, nextn=False, twice=twice).size_bytes for twice in (False, True)
     )
     assert twice - once == 10 * held_on_cuda(file.tensors["blk.5.attn_k.weight"])[1]
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b:q8_0", "gemma4-31b:q8_0", "gemma4-26b-a4b:q8_0"])
+def test_what_passes_is_held_no_more(name: str) -> None:
+    """Of experts too, and of keys that make values: all matrices of the layers, but for those that nobody computes."""
+    file = synthetic_model(name)
+    spec = read_spec(file)
+    splits = Splits(file, spec, part_bytes)
+    split = splits.at(1 + spec.n_layer // 2)
+    assert len(split.passing) == spec.n_layer // 2
+    held, rest = (
+        held_weights(file, spec, held_on_cuda, nextn=False, twice=True, passing=passing).size_bytes
+        for passing in ((), split.passing)
+    )
+    assert held - rest == split.pass_bytes
+    layers = {
+        info.name: 2 * held_bytes if twice else held_bytes
+        for info in file.tensors.values() if info.name.startswith("blk.") and len(info.shape) > 1
+        for held_bytes, twice in [(part_bytes([info]), info.name.replace("attn_k.", "attn_v.") not in file.tensors)]
+    }
+    assert splits.at(0).pass_bytes == sum(layers.values())
+
+
+def test_keys_that_nobody_computes_are_not_held(tmp_path: Path) -> None:
+    """A layer that reads those of another may carry some of its own."""
+    file = GgufFile.open(write_tiny_gemma4(
+        tmp_path / "gemma4.gguf", seed=2, pattern=[True, False, True, False], more=Gemma4(shared=2),
+    ))
+    spec = read_spec(file)
+    carried = [replace(file.tensors[f"blk.1.attn_{name}.weight"], name=f"blk.3.attn_{name}.weight") for name in "kv"]
+    fuller = replace(file, tensors={**file.tensors, **{info.name: info for info in carried}})
+    split, other = (Splits(each, spec, part_bytes).at(0) for each in (file, fuller))
+    assert split == other
+    held, of_fuller = (held_weights(each, spec, held_on_cuda, nextn=False).size_bytes for each in (file, fuller))
+    assert held == of_fuller
 
 
 @pytest.mark.parametrize(("name", "nextn", "held"), [

@@ -13,25 +13,33 @@ from kvs_core.demo import DEMO_MODEL
 from kvs_core.device.host.device import HostDebug, HostDevice
 from kvs_core.engine.budget import Drafting
 from kvs_core.engine.engine import Engine
-from kvs_core.errors import BudgetError, CapabilityError, DeviceError
+from kvs_core.errors import BudgetError, DeviceError
 from kvs_core.formats.gguf import GgufFile
 from kvs_core.memory.phases import WEIGHTS_RING, Phase
+from kvs_core.models.registry import read_spec
 from kvs_core.settings.rooms import ALL_LAYERS, ContextSettings, RopeSettings
 from tests.engine.rounds import WIDE_ROUNDS, Played, Round, play_rounds
 from tests.engine.test_exact import DECODE, PROMPT, hostile
 from tests.engine.tiny import engine, kv_settings, run, text
 from tests.engine.written import FOR_LONG
 from tests.support.examples import examples
-from tests.support.tiny_gguf import write_tiny_llama
+from tests.support.tiny_gguf import (
+    Experts,
+    Gemma4,
+    write_tiny_gemma4,
+    write_tiny_llama,
+    write_tiny_qwen3moe,
+    write_tiny_qwen35moe,
+)
 
-DENSE = ["gemma3", "llama", "qwen2", "qwen3", "qwen35"]
+MODELS = ["gemma3", "gemma4", "llama", "qwen2", "qwen3", "qwen35", "qwen35moe", "qwen3moe"]
 
 
 @pytest.fixture(scope="module")
 def expected(tiny_models: dict[str, Path]) -> dict[str, bytes]:
     """Logits of runs that hold everything."""
     logits = {}
-    for name in DENSE:
+    for name in MODELS:
         with engine(tiny_models[name], kv=kv_settings(residency_mode="resident")) as built:
             vocab = built.spec.n_vocab
             logits[name] = run(built, text(vocab, PROMPT), text(vocab, DECODE, 1)).tobytes()
@@ -40,9 +48,9 @@ def expected(tiny_models: dict[str, Path]) -> dict[str, bytes]:
     return logits
 
 
-@settings(max_examples=examples(20))
+@settings(max_examples=examples(24))
 @given(
-    model=st.sampled_from(DENSE),
+    model=st.sampled_from(MODELS),
     gpu_layers=st.sampled_from([0, 1, 2, 3, ALL_LAYERS]),
     pool=st.sampled_from([None, 0.0, 0.1]),
     fixed=st.booleans(),
@@ -63,7 +71,7 @@ def test_bits_do_not_depend_on_where_weights_are(
         found = built.weights_report()
         pages = built.report().h2d_bytes - found.h2d_bytes
         assert pages == sum(built.report().stats.moved_bytes)
-        assert (pages > 0) == (pool is not None) or model == "gemma3"
+        assert (pages > 0) == (pool is not None) or model in ("gemma3", "gemma4")
     assert logits.tobytes() == expected[model]
     passing = min(layers, max(0, layers + 1 - gpu_layers))
     assert len(found.passing) == (passing if passing > 1 else 0)
@@ -74,7 +82,7 @@ def test_bits_do_not_depend_on_where_weights_are(
 
 @settings(max_examples=examples(12))
 @given(
-    model=st.sampled_from(["llama", "qwen35"]),
+    model=st.sampled_from(["gemma4", "llama", "qwen35", "qwen35moe"]),
     prompt=st.integers(1, 120),
     rounds=WIDE_ROUNDS,
     gpu_layers=st.integers(0, 1),
@@ -86,8 +94,8 @@ def test_rounds_do_not_depend_on_where_weights_are(
 ) -> None:
     """The same for rounds of drafts by the MTP block and by the model itself, steps in tiles, rejections, steps that
     are left before they run, checkpoints, and prompts in between."""
-    drafting = Drafting(nextn=model == "qwen35", resident=True)
-    if model == "llama":
+    drafting = Drafting(nextn=model.startswith("qwen35"), resident=True)
+    if not drafting.nextn:
         rounds = [replace(each, kind="resident" if each.kind else "") for each in rounds]
     outcome = []
     for layers, debug in ((ALL_LAYERS, None), (gpu_layers, hostile(seed))):
@@ -213,15 +221,53 @@ def test_pinned_memory_that_is_missing_is_one_line(tiny_llama: Path) -> None:
     device.close()
 
 
-@pytest.mark.parametrize("gpu_layers", [0, 3])
-def test_experts_stay_together(tiny_models: dict[str, Path], gpu_layers: int) -> None:
-    """A mixture of experts is refused before anything is loaded; all of its layers are fine, and one less is all."""
-    path = tiny_models["qwen3moe"]
-    words = rf"--gpu-layers {gpu_layers}: .* layers of experts, .* --gpu-layers all"
-    with pytest.raises(CapabilityError, match=words), engine(path, kv=kv_settings(), gpu_layers=gpu_layers):
-        pass
-    with engine(path, kv=kv_settings(), gpu_layers=ALL_LAYERS) as built:
-        assert built.weights_report().passing == ()
+def write_mixture(name: str, path: Path) -> tuple[Path, list[int]]:
+    """A model whose layers have matrices in all places there are, and elements of each layer's matrices."""
+    match name:
+        case "gemma4":   # a dense part beside, embeddings per layer, layers that share, keys that make values
+            write_tiny_gemma4(
+                path, seed=2, weight_type="q8_0", pattern=[True, False, True, False, True],
+                more=Gemma4(shared=1, per_layer=32, values=False, experts=Experts(joined=True)),
+            )
+            dense, experts, behind = 3 * 64 * 96, 64 * 6 + 3 * 6 * 64 * 32, 2 * 64 * 32
+            # Queries and what comes out of four heads, keys and values of four; keys of one head of 128, twice.
+            sliding, full = 64 * 64 * (4 + 4 + 2 * 4), 64 * 128 * (4 + 4 + 2 * 1)
+            mixers = [sliding, full, sliding, full, 64 * 64 * (4 + 4)]
+            return path, [mixer + dense + experts + behind for mixer in mixers]
+        case "qwen3moe":
+            write_tiny_qwen3moe(path, seed=2, weight_type="q8_0", experts=Experts(joined=True))
+        case "qwen35moe":
+            write_tiny_qwen35moe(path, seed=2, weight_type="q8_0", n_layer=5)
+    file = GgufFile.open(path)
+    return path, [
+        sum(
+            info.n_elements for name, info in file.tensors.items()
+            if name.startswith(f"blk.{layer}.") and len(info.shape) > 1 and "conv1d" not in name
+        )
+        for layer in range(read_spec(file).n_layer)
+    ]
+
+
+@pytest.mark.parametrize("model", ["gemma4", "qwen35moe", "qwen3moe"])
+def test_layers_of_experts_pass_whole(tmp_path: Path, model: str) -> None:
+    """All that a layer multiplies with passes, all experts of it; logits have the bits of a model that stays."""
+    path, elements = write_mixture(model, tmp_path / "model.gguf")
+    layers, outcome, stayed = len(elements), [], 0
+    for gpu_layers in (ALL_LAYERS, 0, 1, layers // 2 + 1):
+        with engine(path, kv=kv_settings(), pool=0.0, debug=hostile(1), gpu_layers=gpu_layers) as built:
+            outcome.append(run(built, text(built.spec.n_vocab, 70), text(built.spec.n_vocab, 3, 1)).tobytes())
+            found, held = built.weights_report(), built.memory_report()["weights"]
+        assert outcome[-1] == outcome[0]
+        if gpu_layers is ALL_LAYERS:
+            assert found.passing == ()
+            stayed = held
+            continue
+        passing = range(layers) if gpu_layers < 2 else found.passing
+        assert len(found.passing) == (layers if gpu_layers < 2 else layers - layers // 2)
+        q8_0_bytes = sum(elements[layer] for layer in passing) // 32 * 34
+        assert 0 <= found.home_bytes - q8_0_bytes < len(passing) * 14 * 256   # each tensor from a multiple of 256 on
+        twice = sum(64 * 128 for layer in passing if model == "gemma4" and layer in (1, 3))   # held once as float32
+        assert stayed - held == 4 * (sum(elements[layer] for layer in passing) - twice)
 
 
 def test_a_copy_that_fails_is_an_error_and_no_wrong_bit(tiny_llama: Path) -> None:

@@ -18,7 +18,9 @@ from kvs_core.device.cuda.runtime import Event, RawStream
 from kvs_core.device.shortage import no_memory, no_pinned
 from kvs_core.errors import LESS_MEMORY, DeviceError, DeviceMemoryError
 
-_COPY_DEFAULT = 4   # cudaMemcpyDefault: from the addresses
+_COPY_DEFAULT = 4             # cudaMemcpyDefault: from the addresses
+_PREFERRED_LOCATION = 3       # cudaMemAdviseSetPreferredLocation
+_CONCURRENT_MANAGED = 89      # cudaDevAttrConcurrentManagedAccess, without which managed memory must fit the device
 
 
 _Args = ParamSpec("_Args")
@@ -114,6 +116,7 @@ class CupyRuntime:
         compute = cupy.cuda.Stream(non_blocking=True)
         modules = CudaModules(compute.ptr, index)
         self.name = modules.path.named(properties["name"].decode())
+        self.overcommits = bool(cupy.cuda.runtime.deviceGetAttribute(_CONCURRENT_MANAGED, index))
         self.launcher: Launcher = modules
         self._cublas = CublasGemm(compute.ptr, lambda size: self.allocate(size, "the workspace of cuBLAS"))
         self.gemm: Gemm = self._cublas
@@ -126,12 +129,26 @@ class CupyRuntime:
     @_ours("asking for memory")
     def allocate(self, size_bytes: int, purpose: str) -> Buffer:
         """See ``Runtime``."""
+        return self._allocate(self._cupy.cuda.Memory, "GPU memory", size_bytes, purpose)
+
+    @_ours("asking for memory")
+    def allocate_managed(self, size_bytes: int, purpose: str) -> Buffer:
+        """See ``Runtime``. What fits now is told to stay, so that what comes later moves itself."""
+        cuda = self._cupy.cuda
+        fits = size_bytes <= self.free_bytes()
+        buffer = self._allocate(cuda.ManagedMemory, "unified memory", size_bytes, purpose)
+        if fits:
+            with suppress(RuntimeError):   # it is advice
+                buffer.data.mem.advise(_PREFERRED_LOCATION, cuda.Device(self._index))
+        return buffer
+
+    def _allocate(self, memory_type: Any, kind: str, size_bytes: int, purpose: str) -> Buffer:
         cupy = self._cupy
         try:
-            memory = cupy.cuda.Memory(max(size_bytes, 1))
+            memory = memory_type(max(size_bytes, 1))
         except cupy.cuda.runtime.CUDARuntimeError as error:
             free, total = cupy.cuda.runtime.memGetInfo()
-            raise no_memory("GPU memory", purpose, size_bytes, free_bytes=free, total_bytes=total) from error
+            raise no_memory(kind, purpose, size_bytes, free_bytes=free, total_bytes=total) from error
         buffer = cupy.ndarray((size_bytes,), np.uint8, cupy.cuda.MemoryPointer(memory, 0))
         self._clear(buffer)
         return buffer

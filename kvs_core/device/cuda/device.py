@@ -22,16 +22,16 @@ from kvs_core.device.base import (
     Captured,
     Counters,
     GdnShape,
-    Joined,
     Ops,
     Outline,
+    PassingWeight,
     RopeTable,
     StepInputs,
     StepSizes,
     Stream,
     Weight,
-    WeightPart,
 )
+from kvs_core.device.cuda import unified
 from kvs_core.device.cuda.context import Context
 from kvs_core.device.cuda.cuda_ops import CudaOps
 from kvs_core.device.cuda.kernel import address
@@ -96,6 +96,10 @@ class CudaDevice:
         self.publish: Stream = self._publish
         self._closed = False
         self._launch_began, self._launch_ended = runtime.event(timed=True), runtime.event(timed=True)
+        self.spills = unified.is_asked() and runtime.overcommits
+        if unified.is_asked() and not runtime.overcommits:
+            LOGGER.warning("%s has no effect: unified memory must fit %s here", unified.VARIABLE, self.name)
+        self._first_free_bytes = runtime.free_bytes() if self.spills else 0
         self._state_bytes = 0
         self._vector_bytes = 0
         self._tables: list[CudaWeight] = []
@@ -106,7 +110,9 @@ class CudaDevice:
         self._published = _Copied()
         self._files = FileBytes(runtime, self._compute)
         self._pageable = PageableCopies(runtime, _PAGEABLE_BYTES)
-        self._weights = WeightStore(runtime.launcher, self._allocate_weights, self._files.upload, self._files.read)
+        self._weights = WeightStore(
+            runtime.launcher, self._allocate_weights, self._files.upload, self._files.read, hold=self._hold_weights
+        )
         self._steps = StepTable(runtime, self._compute)
         self._plans: PlanTables | None = None
         self._ops = CudaOps(Context(runtime.launcher, self._steps.memory), runtime.gemm, self._files.upload)
@@ -141,7 +147,10 @@ class CudaDevice:
 
     def free_bytes(self) -> int:
         """See ``Device``."""
-        return self._runtime.free_bytes()
+        free = self._runtime.free_bytes()
+        if self.spills:   # whether or not the driver counts weights that would give way
+            free = min(free, max(0, self._first_free_bytes - self._weights.held_bytes))
+        return free
 
     def memory_report(self) -> dict[str, int]:
         """See ``Device``."""
@@ -174,9 +183,11 @@ class CudaDevice:
         """See ``Device``. Raises ``CapabilityError`` for sizes without a kernel."""
         return self._weights.load_experts(infos)
 
-    def load_part(self, matrices: Sequence[Joined], home: np.ndarray) -> WeightPart:
+    def load_passing(
+        self, infos: Sequence[TensorInfo], home: np.ndarray, biases: Sequence[TensorInfo | None] = ()
+    ) -> PassingWeight:
         """See ``Device``. Records as those of ``load_matrix``; in between the device has room for them."""
-        return self._weights.load_part(matrices, home, self._bring_home)
+        return self._weights.load_passing(infos, home, biases, self._bring_home)
 
     def part_bytes(self, infos: Iterable[TensorInfo]) -> int:
         """See ``Device``."""
@@ -220,7 +231,7 @@ class CudaDevice:
         try:
             pinned = self._runtime.allocate_pinned(info.n_bytes, f"tensor {info.name}")
         except DeviceMemoryError as error:
-            held = self._allocate_weights(info.n_bytes)
+            held = self._hold_weights(info.n_bytes)
             LOGGER.warning("it takes memory of the GPU instead: %s", error)
             self._files.read(info, 0, held)
             self._vector_bytes += info.n_bytes
@@ -230,6 +241,11 @@ class CudaDevice:
 
     def _allocate_weights(self, size_bytes: int) -> Buffer:
         return self._runtime.allocate(size_bytes, "weights")
+
+    def _hold_weights(self, size_bytes: int) -> Buffer:
+        if self.spills:
+            return self._runtime.allocate_managed(size_bytes, "weights")
+        return self._allocate_weights(size_bytes)
 
     def _bring_home(self, home: np.ndarray, memory: Buffer) -> None:
         self._runtime.enqueue_copy(address(home), address(memory), home.nbytes, self._compute.raw)

@@ -16,11 +16,10 @@ from kvs_core.device.base import (
     AttentionParams,
     Buffer,
     GdnShape,
-    Joined,
     Ops,
+    PassingWeight,
     RopeTable,
     Weight,
-    WeightPart,
 )
 from kvs_core.device.cuda.cuda_ops import CudaOps
 from kvs_core.device.cuda.kernel import Launcher
@@ -70,9 +69,11 @@ class CudaOutline:
         """See ``ModelDevice``."""
         return self._weights.load_experts(infos)
 
-    def load_part(self, matrices: Sequence[Joined], home: np.ndarray) -> WeightPart:
+    def load_passing(
+        self, infos: Sequence[TensorInfo], home: np.ndarray, biases: Sequence[TensorInfo | None] = ()
+    ) -> PassingWeight:
         """See ``ModelDevice``."""
-        return self._weights.load_part(matrices, home, lambda to, source: None)
+        return self._weights.load_passing(infos, home, biases, lambda to, source: None)
 
     def part_bytes(self, infos: Iterable[TensorInfo]) -> int:
         """See ``ModelDevice``."""

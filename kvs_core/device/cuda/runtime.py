@@ -40,9 +40,11 @@ class Runtime(Protocol):
     """One GPU. Errors of the runtime are ``DeviceError``s, those for want of memory ``DeviceMemoryError``s.
 
     compute, copy, publish  its streams; the launcher and the products work on ``compute``
+    overcommits             managed memory may be larger than the device's: the rest of it is in the host's
     """
 
     name: str
+    overcommits: bool
     launcher: Launcher
     gemm: Gemm
     compute: RawStream
@@ -51,6 +53,10 @@ class Runtime(Protocol):
 
     def allocate(self, size_bytes: int, purpose: str) -> Buffer:
         """Zeroed device memory, uint8 [size_bytes]. ``DeviceMemoryError`` naming ``purpose`` if there is none."""
+        ...
+
+    def allocate_managed(self, size_bytes: int, purpose: str) -> Buffer:
+        """The same of unified memory, on the device while there is room."""
         ...
 
     def allocate_pinned(self, size_bytes: int, purpose: str) -> np.ndarray:

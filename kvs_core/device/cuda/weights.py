@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import groupby
+from math import prod
 
 import numpy as np
 from gguf.constants import GGMLQuantizationType
 
-from kvs_core.device.base import Buffer, Joined
+from kvs_core.device.base import Buffer
 from kvs_core.device.cuda.kernel import I32, PTR, Kernel, Launcher
 from kvs_core.errors import CapabilityError
 from kvs_core.formats.gguf import TensorInfo
@@ -114,7 +115,7 @@ Section = RecordSection | RowsSection
 class CudaWeight:
     """A matrix [n_out, n_in], perhaps of several tensors. See ``Weight`` in ``device/base.py``.
 
-    sections  others, in another place, after ``CudaPart.lie_in``
+    sections  others, in another place, after ``CudaPart.lie_in``; so are the ``parts`` of an ``ExpertStack``
     bias      float32 [n_out] or None; sections have views of it
     """
 
@@ -127,8 +128,7 @@ class CudaWeight:
     @property
     def swiglu(self) -> RecordSection | None:
         """The only section, if its tiles hold gate and up rows side by side."""
-        first = self.sections[0]
-        return first if isinstance(first, RecordSection) and first.interleaved else None
+        return _swiglu(self.sections[0])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,54 +144,69 @@ class ExpertPart:
     column: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class ExpertStack:
-    """The matrices [n_out, n_in] of ``count`` experts.
-
-    swiglu  the only section, if its tiles hold gate and up rows side by side: those of an expert follow each other
-    """
+    """The matrices [n_out, n_in] of ``count`` experts."""
 
     n_in: int
     n_out: int
     count: int
     parts: tuple[ExpertPart, ...]
-    swiglu: RecordSection | None
+
+    @property
+    def swiglu(self) -> RecordSection | None:
+        """The only section, if its tiles hold gate and up rows side by side: those of an expert follow each other."""
+        return _swiglu(self.parts[0].section)
 
     def __len__(self) -> int:
         return self.count
 
 
 class CudaPart:
-    """``WeightPart``: the sections of its matrices, each from a multiple of 256 bytes on."""
+    """``PassingWeight``: the sections of a matrix, or of experts, each from a multiple of 256 bytes on."""
 
-    def __init__(self, weights: Sequence[CudaWeight], home: np.ndarray) -> None:
-        self.weights = tuple(weights)
+    def __init__(self, weight: CudaWeight, stack: ExpertStack | None, home: np.ndarray) -> None:
+        """``stack``: the experts that the matrix is made of."""
+        self.weight = weight if stack is None else stack
         self.home = home
+        self._matrix = weight
+        self._stack = stack
         self.lie_in(home)
 
     def lie_in(self, place: Buffer) -> None:
         """See ``WeightPart``."""
         at = 0
-        for weight in self.weights:
-            sections: list[Section] = []
-            for section in weight.sections:
-                if isinstance(section, RecordSection):
-                    size = int(section.records.nbytes)
-                    sections.append(replace(section, records=place[at : at + size]))
-                else:
-                    size = int(section.rows.nbytes)
-                    sections.append(replace(section, rows=place[at : at + size]))
-                at += align_up(size, _ALIGNMENT)
-            weight.sections = tuple(sections)
+        moved: dict[Section, Section] = {}
+        for section in self._matrix.sections:
+            if isinstance(section, RecordSection):
+                size = int(section.records.nbytes)
+                moved[section] = replace(section, records=place[at : at + size])
+            else:
+                size = int(section.rows.nbytes)
+                moved[section] = replace(section, rows=place[at : at + size])
+            at += align_up(size, _ALIGNMENT)
+        self._matrix.sections = tuple(moved.values())
+        if self._stack is not None:
+            self._stack.parts = tuple(replace(part, section=moved[part.section]) for part in self._stack.parts)
+
+
+def _swiglu(first: Section) -> RecordSection | None:
+    return first if isinstance(first, RecordSection) and first.interleaved else None
 
 
 def held_bytes(info: TensorInfo) -> int:
-    """Bytes of a matrix of its own, in whole tiles or in rows."""
-    n_in, n_out = info.shape
+    """Bytes of a matrix of its own, in whole tiles or in rows; of experts, of all of them."""
+    n_in, n_out = _flat(info).shape
     quant = held_type(info.quant)
     if quant in RECORD_TYPES:
         return ceil_div(n_out, TILE_ROWS) * ceil_div(n_in, BLOCK) * record_bytes(quant)
     return n_out * row_bytes(quant, n_in)
+
+
+def _flat(info: TensorInfo) -> TensorInfo:
+    """The matrices of experts, one under the other."""
+    n_in, *n_out = info.shape
+    return replace(info, shape=(n_in, prod(n_out)))
 
 
 def part_bytes(infos: Iterable[TensorInfo]) -> int:
@@ -224,11 +239,14 @@ class WeightStore:
     """Loads matrices, each once: the same tensors give the same weight."""
 
     def __init__(
-        self, launcher: Launcher, allocate: Allocate, upload: Upload, source: Source, piece_bytes: int = PIECE_BYTES
+        self, launcher: Launcher, allocate: Allocate, upload: Upload, source: Source, piece_bytes: int = PIECE_BYTES,
+        *, hold: Allocate | None = None,
     ) -> None:
+        """``hold``: allocates what stays, where that is other memory than ``allocate`` has for what is on its way."""
         self.held_bytes = 0
         self._launcher = launcher
         self._allocate = allocate
+        self._hold = hold or allocate
         self._upload = upload
         self._source = source
         self._piece_bytes = piece_bytes
@@ -260,6 +278,34 @@ class WeightStore:
 
         Raises ``CapabilityError`` for sizes that the kernels do not take.
         """
+        return self._load_stack(infos, self._take)[1]
+
+    def load_passing(
+        self, infos: Sequence[TensorInfo], home: np.ndarray, biases: Sequence[TensorInfo | None], download: Download
+    ) -> CudaPart:
+        """What ``load``, or of experts ``load_experts``, takes, made on the GPU and brought to ``home``."""
+        staged, at = self._allocate(part_bytes(infos)), 0
+
+        def take(size_bytes: int) -> Buffer:
+            nonlocal at
+            start, at = at, at + align_up(size_bytes, _ALIGNMENT)
+            return staged[start : start + size_bytes]
+
+        stack: ExpertStack | None = None
+        if len(infos[0].shape) == 3:
+            weight, stack = self._load_stack(infos, take)
+        else:
+            weight = self._load(infos, _given(infos, biases), take)
+            self._passing.append(weight)
+        home = home[:at]
+        download(home, staged[:at])
+        return CudaPart(weight, stack, home)
+
+    def finish(self) -> None:
+        """Give up the memory that only loading needs; the next ``load`` takes it again."""
+        self._piece = None
+
+    def _load_stack(self, infos: Sequence[TensorInfo], take: Allocate) -> tuple[CudaWeight, ExpertStack]:
         n_in, _, count = infos[0].shape
         for info in infos:
             step = TILE_ROWS if held_type(info.quant) in RECORD_TYPES else 4
@@ -268,8 +314,7 @@ class WeightStore:
                     f"{info.name}: experts of {info.shape[1]} rows of {n_in} {info.quant.name} have no kernel on a "
                     f"GPU, which takes multiples of {step} and 4; use --device cpu"
                 )
-        flat = [replace(info, shape=(n_in, info.shape[1] * count)) for info in infos]
-        weight = self._load(flat, (None,) * len(flat), self._take)
+        weight = self._load([_flat(info) for info in infos], (None,) * len(infos), take)
         parts = []
         row = column = 0   # of the weight, and of an expert
         for info in infos:
@@ -277,28 +322,9 @@ class WeightStore:
             parts.append(ExpertPart(section, row - section.first_row, info.shape[1], column))
             row += info.shape[1] * count
             column += info.shape[1]
-        stack = ExpertStack(n_in, column, count, tuple(parts), weight.swiglu)
+        stack = ExpertStack(n_in, column, count, tuple(parts))
         self.stacks.append(stack)
-        return stack
-
-    def load_part(self, matrices: Sequence[Joined], home: np.ndarray, download: Download) -> CudaPart:
-        """Matrices as ``load`` takes them, made on the GPU and brought to ``home``."""
-        staged, at = self._allocate(home.nbytes), 0
-
-        def take(size_bytes: int) -> Buffer:
-            nonlocal at
-            start, at = at, at + align_up(size_bytes, _ALIGNMENT)
-            return staged[start : start + size_bytes]
-
-        weights = [self._load(infos, _given(infos, biases), take) for infos, biases in matrices]
-        self._passing += weights
-        home = home[:at]
-        download(home, staged[:at])
-        return CudaPart(weights, home)
-
-    def finish(self) -> None:
-        """Give up the memory that only loading needs; the next ``load`` takes it again."""
-        self._piece = None
+        return weight, stack
 
     def _load(
         self, infos: Sequence[TensorInfo], biases: Sequence[TensorInfo | None], take: Allocate
@@ -326,7 +352,7 @@ class WeightStore:
 
     def _take(self, size_bytes: int) -> Buffer:
         self.held_bytes += size_bytes
-        return self._allocate(size_bytes)
+        return self._hold(size_bytes)
 
     def _bias(self, infos: Sequence[TensorInfo], biases: Sequence[TensorInfo | None]) -> Buffer | None:
         if all(bias is None for bias in biases):

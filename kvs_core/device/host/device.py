@@ -24,15 +24,14 @@ from kvs_core.device.base import (
     Captured,
     Counters,
     GdnShape,
-    Joined,
     Ops,
     Part,
+    PassingWeight,
     RopeTable,
     StepInputs,
     StepSizes,
     Stream,
     Weight,
-    WeightPart,
 )
 from kvs_core.device.host.machine import available_ram_bytes, default_threads, use_one_blas_thread
 from kvs_core.device.host.ops import HostOps
@@ -83,6 +82,7 @@ class HostDevice:
     name = "cpu"
     captures = False
     is_host = True
+    spills = False
 
     def __init__(
         self, threads: int | None = None, *, debug: HostDebug | None = None, memory_limit_bytes: int | None = None
@@ -162,9 +162,11 @@ class HostDevice:
         """See ``Device``. The same tensor is held once, so a tied output head costs nothing."""
         return HostWeight([self._weights.matrix(info) for info in infos], self._bias(infos, biases))
 
-    def load_part(self, matrices: Sequence[Joined], home: np.ndarray) -> WeightPart:
+    def load_passing(
+        self, infos: Sequence[TensorInfo], home: np.ndarray, biases: Sequence[TensorInfo | None] = ()
+    ) -> PassingWeight:
         """See ``Device``. Bytes stay as they are in the file, and each use dequantises them."""
-        return HostPart(matrices, [self._bias(*joined) for joined in matrices], self._weights.scratch, home)
+        return HostPart(infos, self._bias(infos, biases), self._weights.scratch, home)
 
     def part_bytes(self, infos: Iterable[TensorInfo]) -> int:
         """See ``Device``."""

@@ -1,4 +1,4 @@
-"""Parts of layers that pass through the arena, on the host: bytes of the file, dequantised at each use."""
+"""Weights that pass through the arena, on the host: bytes of the file, dequantised at each use."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvs_core.device.base import Buffer, Joined
+from kvs_core.device.base import Buffer
 from kvs_core.device.host.weights import Floats, HostWeight, MappedMatrix, Scratch
-from kvs_core.formats.gguf import TensorInfo
+from kvs_core.formats.gguf import TensorInfo, split_experts
 from kvs_core.units import MIB, align_up
 
 _ALIGNMENT = 256
@@ -30,20 +30,19 @@ class _PassingMatrix(MappedMatrix):
 
 
 class HostPart:
-    """``WeightPart``: the bytes of its tensors, each from a multiple of 256 on."""
+    """``PassingWeight``: the bytes of its tensors, each from a multiple of 256 on.
 
-    def __init__(
-        self, matrices: Sequence[Joined], biases: Sequence[Floats | None], scratch: Scratch, home: np.ndarray
-    ) -> None:
+    weight  of all tensors joined; for experts one of each
+    """
+
+    def __init__(self, infos: Sequence[TensorInfo], bias: Floats | None, scratch: Scratch, home: np.ndarray) -> None:
         """Fills ``home`` from the file. ``scratch``: for the pieces in use."""
-        self._infos = [info for joined, _ in matrices for info in joined]
-        self._matrices = [_PassingMatrix(info, scratch) for info in self._infos]
-        left = iter(self._matrices)
-        self.weights = tuple(
-            HostWeight([next(left) for _ in joined], bias) for (joined, _), bias in zip(matrices, biases, strict=True)
-        )
-        self.home = home[: part_bytes(self._infos)]
-        for info, place in zip(self._infos, self._places(self.home), strict=True):
+        self._infos = infos
+        self._matrices = [[_PassingMatrix(each, scratch) for each in _matrices(info)] for info in infos]
+        weights = tuple(HostWeight(joined, bias) for joined in zip(*self._matrices, strict=True))
+        self.weight = weights if _of_experts(infos[0]) else weights[0]
+        self.home = home[: part_bytes(infos)]
+        for info, place in zip(infos, self._places(self.home), strict=True):
             for first in range(0, info.n_bytes, _PIECE_BYTES):
                 piece = info.data[first : first + _PIECE_BYTES]
                 place[first : first + piece.size] = piece
@@ -51,11 +50,21 @@ class HostPart:
 
     def lie_in(self, place: Buffer) -> None:
         """See ``WeightPart``."""
-        for matrix, own in zip(self._matrices, self._places(place), strict=True):
-            matrix.lie_in(own)
+        for matrices, own in zip(self._matrices, self._places(place), strict=True):
+            size = own.size // len(matrices)
+            for number, matrix in enumerate(matrices):
+                matrix.lie_in(own[number * size : (number + 1) * size])
 
     def _places(self, memory: Buffer) -> Iterator[Buffer]:
         at = 0
         for info in self._infos:
             yield memory[at : at + info.n_bytes]
             at += align_up(info.n_bytes, _ALIGNMENT)
+
+
+def _of_experts(info: TensorInfo) -> bool:
+    return len(info.shape) == 3
+
+
+def _matrices(info: TensorInfo) -> Iterable[TensorInfo]:
+    return split_experts(info) if _of_experts(info) else (info,)
