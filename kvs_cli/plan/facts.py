@@ -85,6 +85,7 @@ def _point(point: Point) -> Section:
         "link_ms": 1e3 * point.link_s,
         "step_ms": 1e3 * point.step_s,
         "drafts_ms": 1e3 * point.drafts_s,
+        "host_ms": 1e3 * point.host_s,
         "round_ms": 1e3 * point.round_s,
         "rounds_per_s": 1.0 / point.round_s,
         "tokens_per_s": point.tokens_per_s,

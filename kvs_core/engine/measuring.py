@@ -1,12 +1,13 @@
-"""What only measurements do to an engine: fill its context without reading a prompt, and run steps without copies.
+"""What only measurements do to an engine: fill its context without reading a prompt, run steps without copies, and ask
+how long captured work takes.
 
-Nothing that is generated behind either means anything. Times do: a step costs the same whatever its pages hold.
+Nothing that is generated behind the first two means anything. Times do: a step costs the same whatever its pages hold.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -76,6 +77,43 @@ def fill_context(engine: Engine, tokens: int, prompt: Sequence[int]) -> None:
     kv.restore(tokens)
     engine._state.flush()
     engine._state.restore(tokens)
+
+
+@contextmanager
+def launch_seconds(engine: Engine) -> Iterator[Callable[[], float]]:
+    """In the block, a function that tells how long the launches of captured work took on the device, in all since it
+    was asked last; 0 on a device that captures nothing.
+
+    Each launch is looked at when the next one comes, or when the function is asked: whoever waits for what a launch
+    brings before that, as rounds do, has them all.
+    """
+    captured: Any = engine._captured
+    launch = captured.launch
+    total_s, waiting = 0.0, False
+
+    def look() -> None:
+        nonlocal total_s, waiting
+        if waiting:
+            total_s += captured.elapsed_s() or 0.0
+            waiting = False
+
+    def look_and_launch(*args: Any) -> bool:
+        nonlocal waiting
+        look()
+        waiting = bool(launch(*args))
+        return waiting
+
+    def spent_s() -> float:
+        nonlocal total_s
+        look()
+        spent, total_s = total_s, 0.0
+        return spent
+
+    captured.launch = look_and_launch
+    try:
+        yield spent_s
+    finally:
+        del captured.launch
 
 
 class _NoStream:

@@ -2,9 +2,9 @@
 
     KVS_CACHE_DIR/rates/<hash>.json      the hash covers the device, its driver or threads, and the code that runs on it
 
-On a GPU two rates are measured: copies over the link, and copies within its memory. Its kernels are known as shares of
-the latter, as they were on an H200. On the host everything is measured, a small model's steps among it: the forecast is
-as good as that model is like the one in question.
+On a GPU copies are measured, over the link and within its memory, and what the host does in a round while the GPU waits
+for it. Kernels are known as shares of the copies within memory, as they were on an H200. On the host everything is
+measured, a small model's steps among it: the forecast is as good as that model is like the one in question.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from time import perf_counter
 import numpy as np
 from gguf.constants import GGMLQuantizationType as Quant
 
-from kvs_core.device import host
+from kvs_core.device import cuda, host
 from kvs_core.device.base import Buffer, Device, Stream
+from kvs_core.device.cuda.device import CudaDevice
 from kvs_core.device.cuda.driver import Driver
 from kvs_core.device.cuda.nvrtc import SOURCES, cache_root
 from kvs_core.device.host.device import HostDevice
@@ -35,6 +36,7 @@ from kvs_core.device.host.machine import cpu_model
 from kvs_core.engine.engine import Engine
 from kvs_core.engine.forecast import IN_FILE, Rates
 from kvs_core.engine.held import FLOATS
+from kvs_core.engine.host_part import measure_host_part
 from kvs_core.errors import SettingsError
 from kvs_core.formats.gguf import TensorInfo
 from kvs_core.formats.quants import row_bytes
@@ -48,7 +50,7 @@ LOGGER = logging.getLogger(__name__)
 
 Numbers = Mapping[str, float]
 
-_FORMAT = 1              # of a kept file
+_FORMAT = 2              # of a kept file
 _COPY_BYTES = 512 * MIB  # no cache holds it
 _LINK_BYTES = 64 * MIB
 _COPIES = 8              # between two looks at the clock
@@ -75,7 +77,7 @@ def find_rates(device: Device, kv: KvSettings) -> Found:
     """
     facts = _facts(device)
     if not isinstance(device, HostDevice):
-        numbers, kept = _find(facts, lambda: measure_gpu(device), device.name)
+        numbers, kept = _find(facts, lambda: _measure_cuda(device), device.name)
         return Found(gpu_rates(numbers), kept)
     machine, machine_kept = _find(facts, lambda: measure_products(device), device.name)
     types = {"type_k": kv.type_k, "type_v": kv.type_v, "rotation": kv.rotation}
@@ -122,9 +124,13 @@ _LEAST_ATTENTION_S = 15e-6    # below some 32 Ki tokens
 _RUN_S = 10e-6                # the same launches without copies, less all pages resident, at 90, 128 and 256 Ki
 _RUN_ROWS_S = 12e-6           # likewise, of 2 and 4 rows at 86 to 92 Ki
 _COPY_S = 7.5e-6              # streamed steps less bytes / link, likewise
-_ROUND_S = 0.25e-3
 _PLAN_S = 4e-6
-_DRAFT_S = 0.18e-3
+
+
+def _measure_cuda(device: Device) -> Numbers:
+    assert isinstance(device, CudaDevice)
+    numbers = measure_gpu(device)
+    return {**numbers, **measure_host_part(device, numbers["memory"])}
 
 
 def measure_gpu(device: Device) -> Numbers:
@@ -150,7 +156,7 @@ def measure_gpu(device: Device) -> Numbers:
 
 
 def gpu_rates(numbers: Numbers) -> Rates:
-    """Rates of the CUDA kernels on a GPU with these numbers."""
+    """Rates of the CUDA kernels on a GPU with these numbers, of ``measure_gpu`` and ``measure_host_part``."""
     memory, rows = numbers["memory"], range(1, MAX_ROWS + 1)
     return Rates(
         link_bytes_per_s=numbers["link"],
@@ -163,9 +169,9 @@ def gpu_rates(numbers: Numbers) -> Rates:
         run_s=_RUN_S,
         run_rows_s=_RUN_ROWS_S,
         copy_s=_COPY_S,
-        round_s=_ROUND_S,
+        round_s=numbers["round"],
         plan_s=_PLAN_S,
-        draft_s=_DRAFT_S,
+        draft_s=numbers["draft"],
     )
 
 
@@ -278,15 +284,19 @@ def _timed(work: Callable[[], object]) -> float:
 
 def _facts(device: Device) -> dict[str, object]:
     """What numbers are true for."""
-    facts: dict[str, object] = {"format": _FORMAT, "machine": platform.node(), "device": device.name}
-    if isinstance(device, HostDevice):   # under its name another processor may stand: machines are rebuilt
-        code = Path(host.__path__[0])
-        facts |= {"cpu": cpu_model(), "threads": device.threads, "numpy": np.__version__}
+    facts: dict[str, object] = {
+        "format": _FORMAT, "machine": platform.node(), "device": device.name,
+        "cpu": cpu_model(),   # under a machine's name another may stand: machines are rebuilt
+        "python": platform.python_version(),
+    }
+    if isinstance(device, HostDevice):
+        code = [Path(host.__path__[0])]
+        facts |= {"threads": device.threads, "numpy": np.__version__}
     else:
-        code = SOURCES
+        code = [SOURCES, Path(cuda.__path__[0])]
         facts |= {"driver": Driver().cuda_version}
     digest = hashlib.sha256()
-    for path in sorted((*code.rglob("*.py"), *code.rglob("*.cu*"))):
+    for path in sorted(path for folder in code for name in ("*.py", "*.cu*") for path in folder.rglob(name)):
         digest.update(path.read_bytes())
     return facts | {"code": digest.hexdigest()}
 

@@ -6,16 +6,19 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from kvs_core.device.cuda.device import CudaDevice
 from kvs_core.device.host.device import HostDevice
 from kvs_core.engine import rates
 from kvs_core.engine.forecast import IN_FILE, Rates
 from kvs_core.errors import SettingsError
 from kvs_core.settings.rooms import KvSettings
+from tests.cuda_on_cpu.cpu_runtime import CpuRuntime
 
 KV = KvSettings("q8_0", "q4_0")
 PRODUCTS = {"link": 3e9, "float32 1": 2e9, "float32 2": 1e9, "float32 4": 1e9, "float32 8": 0.25e9,
@@ -181,9 +184,32 @@ def test_a_gpu_is_measured_by_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     taken."""
     device: Any = Clocked()
     monkeypatch.setattr(rates, "perf_counter", lambda: device.now)
-    numbers = rates.measure_gpu(device)
+    numbers = dict(rates.measure_gpu(device))
     assert numbers == {"link": pytest.approx(5e9), "back": pytest.approx(4e9), "memory": pytest.approx(2e11)}
-    found = rates.gpu_rates(numbers)
+    found = rates.gpu_rates(numbers | {"round": 2e-4, "draft": 1e-4})
+    assert (found.round_s, found.draft_s) == (2e-4, 1e-4)
     assert found.link_bytes_per_s == numbers["link"]
     assert all(0.5 < speed / numbers["memory"] <= 1.0 for speed in found.weight_bytes_per_s.values())
     assert all(len(costs) == 8 and list(costs) == sorted(costs) for costs in found.row_costs.values())
+
+
+def test_a_gpu_is_measured_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With the host that serves it: under another processor, and another Python, both are measured again."""
+    done: list[float] = []
+
+    def host_part(device: CudaDevice, memory: float) -> dict[str, float]:
+        done.append(memory)
+        return {"round": 3e-4, "draft": 2e-4}
+
+    monkeypatch.setenv("KVS_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(rates, "Driver", lambda: SimpleNamespace(cuda_version=(13, 0)))
+    monkeypatch.setattr(rates, "measure_gpu", lambda device: {"link": 5e10, "back": 5e10, "memory": 4e12})
+    monkeypatch.setattr(rates, "measure_host_part", host_part)
+    with closing(CudaDevice(CpuRuntime())) as device:
+        first, again = rates.find_rates(device, KV), rates.find_rates(device, KvSettings("f16", "f16"))
+        assert (first.kept, again.kept, done) == (False, True, [4e12])
+        assert (again.rates.round_s, again.rates.draft_s) == (3e-4, 2e-4)
+        monkeypatch.setattr(rates, "cpu_model", lambda: "another")
+        assert not rates.find_rates(device, KV).kept
+        monkeypatch.setattr(rates.platform, "python_version", lambda: "3.99.0")
+        assert not rates.find_rates(device, KV).kept
