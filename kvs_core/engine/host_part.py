@@ -21,16 +21,14 @@ from kvs_core.device.cuda.device import CudaDevice
 from kvs_core.device.cuda.hollow import hollow_device
 from kvs_core.engine.budget import Drafting
 from kvs_core.engine.engine import Engine
-from kvs_core.engine.measuring import launch_seconds
+from kvs_core.engine.measuring import greedy_sampler, launch_seconds
 from kvs_core.engine.round import run_round
 from kvs_core.engine.session import Session
 from kvs_core.engine.speculation import Speculation, make_speculation
 from kvs_core.formats.gguf import GgufFile
-from kvs_core.formats.tokenizer import Tokenizer
 from kvs_core.memory.phases import Phase
 from kvs_core.models.synthetic import synthetic_model
 from kvs_core.sampling.chain import Sampler
-from kvs_core.sampling.params import SamplingParams
 from kvs_core.settings.drafters import ModelDraftSettings, SpeculativeSettings
 from kvs_core.settings.rooms import ContextSettings, KvSettings, RopeSettings
 
@@ -74,8 +72,7 @@ def _draw_logits(engine: Engine) -> None:
 
 def _rounds_s(engine: Engine, file: GgufFile, drafts: Sequence[int]) -> list[float]:
     """Of rounds with so many drafts, all accepted, by turns: the median of what no launch covers."""
-    session, vocab = Session(engine), Tokenizer.from_metadata(file.metadata, source=str(file.path))
-    sampler = Sampler(SamplingParams(temperature=0.0, seed=1), n_vocab=engine.spec.n_vocab, vocab=vocab, eog_ids=())
+    session, sampler = Session(engine), greedy_sampler(file)
     drafters = [_drafter(engine, sampler, count) for count in drafts]
     taken: list[list[float]] = [[] for _ in drafts]
     with launch_seconds(engine) as spent_s:

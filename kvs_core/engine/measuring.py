@@ -17,7 +17,11 @@ import numpy as np
 from kvs_core.device.base import PASSED, Fence, PassedFence
 from kvs_core.engine.budget import BudgetDevice, plan_budget
 from kvs_core.engine.engine import Engine
+from kvs_core.formats.gguf import GgufFile
+from kvs_core.formats.tokenizer import Tokenizer
 from kvs_core.memory.phases import Phase
+from kvs_core.sampling.chain import Sampler
+from kvs_core.sampling.params import SamplingParams
 from kvs_core.settings.rooms import ContextSettings, KvSettings
 from kvs_core.units import MIB
 
@@ -29,6 +33,12 @@ _THREAD_BYTES = 256 * MIB
 def random_tokens(engine: Engine, count: int, seed: int = 0) -> np.ndarray:
     """Ids of the engine's vocabulary, int32 [count]."""
     return np.random.default_rng(seed).integers(0, engine.spec.n_vocab, count).astype(np.int32)
+
+
+def greedy_sampler(file: GgufFile) -> Sampler:
+    """Picks the most likely token, and takes those that end a text for tokens like others."""
+    vocab = Tokenizer.from_metadata(file.metadata, source=str(file.path))
+    return Sampler(SamplingParams(temperature=0.0, seed=1), n_vocab=vocab.n_vocab, vocab=vocab, eog_ids=())
 
 
 def free_bytes(engine: Engine) -> int:

@@ -33,10 +33,14 @@ from kvs_core.device.cuda.driver import Driver
 from kvs_core.device.cuda.nvrtc import SOURCES, cache_root
 from kvs_core.device.host.device import HostDevice
 from kvs_core.device.host.machine import cpu_model
+from kvs_core.engine.budget import Drafting
 from kvs_core.engine.engine import Engine
 from kvs_core.engine.forecast import IN_FILE, Rates
-from kvs_core.engine.held import FLOATS
+from kvs_core.engine.held import FLOATS, held_weights
 from kvs_core.engine.host_part import measure_host_part
+from kvs_core.engine.measuring import greedy_sampler
+from kvs_core.engine.round import run_round
+from kvs_core.engine.session import Session
 from kvs_core.errors import SettingsError
 from kvs_core.formats.gguf import TensorInfo
 from kvs_core.formats.quants import row_bytes
@@ -44,6 +48,7 @@ from kvs_core.memory.phases import Phase
 from kvs_core.models.recurrent import MAX_ROWS
 from kvs_core.models.synthetic import synthetic_model
 from kvs_core.settings.rooms import ContextSettings, KvSettings, RopeSettings
+from kvs_core.speculative.picker import KEPT
 from kvs_core.units import MIB
 
 LOGGER = logging.getLogger(__name__)
@@ -58,8 +63,9 @@ _TIMES = 8
 
 _HOST_MATRIX = (2048, 8192)   # n_in, n_out: 64 MiB of float32
 _HOST_ROWS = (1, 2, 4, 8)
-_HOST_MODEL = "tiny:f16"
+_HOST_MODEL = "tiny:f16:mtp"
 _HOST_CONTEXTS = (2048, 12288)
+_DRAFTED = (1, 5)             # rows, whose difference tells what one takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,34 +204,68 @@ def measure_products(device: HostDevice) -> Numbers:
 
 
 def measure_steps(device: HostDevice, kv: KvSettings, products: Numbers) -> Numbers:
-    """Steps of a small model at two contexts: the longer one's more bytes tell the rate of attention, bytes per second;
-    what is left when weights and attention are taken away is what the layers cost, seconds each."""
+    """Rounds of a small model at two contexts, and rows that its MTP block drafts. Seconds, and bytes per second.
+
+    attention  the longer context's rounds read more K and V, and take longer
+    layer      beside bytes: a round has layers that a draft has not
+    call       what is left of a draft: of a step, and of each drafted row, beside layers and bytes
+    """
     file = synthetic_model(_HOST_MODEL)
     sizes = ContextSettings(ctx_size=2 * max(_HOST_CONTEXTS))
-    plain = KvSettings(kv.type_k, kv.type_v, rotation=kv.rotation, fit=False)
+    plain, drafting = KvSettings(kv.type_k, kv.type_v, rotation=kv.rotation, fit=False), Drafting(nextn=True)
     with ExitStack() as open_engines:
         engines = []
         for tokens in _HOST_CONTEXTS:
-            engine = Engine(file, HostDevice(device.threads), context=sizes, kv=plain, rope=RopeSettings())
+            engine = Engine(
+                file, HostDevice(device.threads), context=sizes, kv=plain, rope=RopeSettings(), drafting=drafting
+            )
             open_engines.enter_context(closing(engine))
             blank = engine.checkpoint()
             at = replace(blank, state=replace(blank.state, position=tokens))
             engine.take_up(_blank_pages(engine, tokens), at, tokens)
             engines.append(engine)
-        short_s, long_s = _seconds_each([partial(_step, engine) for engine in engines])
-        kv_bytes = sum(engine.shapes.token_bytes(engine.spec.kv_layers))
-        weights, layers = engine.memory_report()["weights"], engine.spec.n_layer
-    short, long = _HOST_CONTEXTS
-    # What disturbs one of the two must not make a rate that is absurd.
+        few, many = _DRAFTED
+        short_s, long_s, few_s, many_s = _seconds_each([
+            *(partial(run_round, Session(engine), greedy_sampler(file), 0, None, 0, None) for engine in engines),
+            *(partial(_draft, engines[0], count) for count in (few, many)),
+        ])
+        spec = engine.spec
+        token_bytes = engine.shapes.token_bytes(drafting.kv_layers(spec))
+    weights = held_weights(file, spec, lambda info: (FLOATS, 4 * info.n_elements), nextn=True)
+    drafted, layers = [*weights.nextn.values(), *weights.head.values()], spec.n_layer + 1
+    return step_numbers(
+        products[f"{FLOATS} 1"], _HOST_CONTEXTS, (short_s, long_s), (many_s - few_s) / (many - few), layers=layers,
+        read_bytes=sum(drafted) + sum(weights.trunk.values()), drafted_bytes=sum(drafted), token_bytes=token_bytes,
+    )
+
+
+def step_numbers(
+    weights_per_s: float, contexts: tuple[int, int], rounds_s: tuple[float, float], draft_s: float, *, layers: int,
+    read_bytes: int, drafted_bytes: int, token_bytes: Sequence[int],
+) -> Numbers:
+    """See ``measure_steps``. What disturbs one of the measurements must not make a rate that is absurd.
+
+    weights_per_s               bytes of weights that a row reads in a second
+    contexts, rounds_s          of two rounds that draft nothing, the shorter context first
+    draft_s                     of a drafted row at the shorter context
+    layers                      of a round, the MTP block's among them
+    read_bytes, drafted_bytes   of weights, by a round and by a drafted row
+    token_bytes                 of K and V, of each layer that has them; the MTP block's is the last
+    """
+    (short, long), (short_s, long_s) = contexts, rounds_s
     per_token_s = max((long_s - short_s) / (long - short), 0.1 * long_s / long)
-    rest_s = short_s - per_token_s * short - weights / products[f"{FLOATS} 1"]
-    return {"attention": kv_bytes / per_token_s, "layer": max(rest_s, 0.1 * short_s) / layers}
+    attention = sum(token_bytes) / per_token_s
+    round_rest_s = max(0.1 * short_s, short_s - per_token_s * short - read_bytes / weights_per_s)
+    draft_rest_s = max(0.1 * draft_s, draft_s - token_bytes[-1] * short / attention - drafted_bytes / weights_per_s)
+    layer_s = max((round_rest_s - draft_rest_s) / (layers - 1), 0.1 * round_rest_s / layers)
+    return {"attention": attention, "layer": layer_s, "call": max(0.1 * draft_rest_s, draft_rest_s - layer_s)}
 
 
-def _step(engine: Engine) -> None:
-    with engine.step([0], Phase.DECODE) as step:
-        step.logits()
-        step.settle()
+def _draft(engine: Engine, count: int) -> None:
+    with engine.open(count) as step:
+        for _ in range(count):
+            step.draft_next(0)
+            step.best(KEPT)
 
 
 def _blank_pages(engine: Engine, tokens: int) -> Iterator[tuple[int, int, bytes]]:
@@ -237,7 +277,7 @@ def _blank_pages(engine: Engine, tokens: int) -> Iterator[tuple[int, int, bytes]
 
 def host_rates(numbers: Numbers) -> Rates:
     """Rates of the host with these numbers. Its copies run beside its products; what single runs cost is not told
-    apart, and one sampled token costs little beside a step."""
+    apart."""
     costs = {}
     for name in (FLOATS, IN_FILE):
         known = [numbers[f"{name} 1"] / numbers[f"{name} {rows}"] for rows in _HOST_ROWS]
@@ -254,9 +294,9 @@ def host_rates(numbers: Numbers) -> Rates:
         run_s=0.0,
         run_rows_s=0.0,
         copy_s=0.0,
-        round_s=0.0,
+        round_s=numbers["call"],
         plan_s=0.0,
-        draft_s=0.0,
+        draft_s=numbers["call"],
     )
 
 

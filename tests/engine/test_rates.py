@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ from tests.cuda_on_cpu.cpu_runtime import CpuRuntime
 KV = KvSettings("q8_0", "q4_0")
 PRODUCTS = {"link": 3e9, "float32 1": 2e9, "float32 2": 1e9, "float32 4": 1e9, "float32 8": 0.25e9,
             "in the file 1": 1e8, "in the file 2": 1e8, "in the file 4": 5e7, "in the file 8": 4e7}
-STEPS = {"attention": 7e8, "layer": 1e-3}
+STEPS = {"attention": 7e8, "layer": 1e-3, "call": 2e-3}
 
 
 @pytest.fixture
@@ -136,6 +136,24 @@ def test_rates_of_the_host_by_hand() -> None:
     assert found.row_costs[""] == pytest.approx([1, 2, 2, 2, 3.5, 5, 6.5, 8])
     assert found.row_costs[IN_FILE] == pytest.approx([1, 1, 1.5, 2, 2.125, 2.25, 2.375, 2.5])
     assert (found.link_bytes_per_s, found.attention_bytes_per_s, found.layer_s) == (3e9, 7e8, 1e-3)
+    assert (found.round_s, found.draft_s) == (2e-3, 2e-3)
+
+
+def test_steps_of_the_host_by_hand() -> None:
+    """Rounds have nine layers and drafts one: a millisecond each, and two beside them, are told apart."""
+    draft_s = 1e-3 + 240 / 540 * 10e-3 + 1e-3 + 2e-3   # its weights, its layer's K and V, the layer, the rest
+    rounds_s = (9e-3 + 10e-3 + 9e-3 + 2e-3, 9e-3 + 30e-3 + 9e-3 + 2e-3)
+
+    def numbers(rounds_s: tuple[float, float], draft_s: float) -> Mapping[str, float]:
+        return rates.step_numbers(
+            1e9, (1000, 3000), rounds_s, draft_s, layers=9, read_bytes=9_000_000, drafted_bytes=1_000_000,
+            token_bytes=[200, 100, 240],
+        )
+
+    assert numbers(rounds_s, draft_s) == pytest.approx({"attention": 540 / 10e-6, "layer": 1e-3, "call": 2e-3})
+    for disturbed in (numbers((30e-3, 20e-3), draft_s), numbers(rounds_s, 1e-6), numbers(rounds_s, 1.0),
+                      numbers((1e-3, 50e-3), draft_s)):
+        assert all(value > 0.0 for value in disturbed.values()), disturbed
 
 
 def test_the_host_is_measured(device: HostDevice) -> None:
@@ -147,6 +165,7 @@ def test_the_host_is_measured(device: HostDevice) -> None:
     assert 1e8 < found.link_bytes_per_s < 1e12
     assert 1e7 < found.attention_bytes_per_s < 1e12
     assert 1e-6 < found.layer_s < 1.0
+    assert 1e-7 < found.round_s == found.draft_s < 1.0
     assert all(1e8 < speed < 1e12 for speed in found.weight_bytes_per_s.values())
     for costs in found.row_costs.values():
         assert list(costs) == sorted(costs)
