@@ -1,5 +1,5 @@
-"""What only measurements do to an engine: fill its context without reading a prompt, run steps without copies, and ask
-how long captured work takes.
+"""What only measurements do: fill an engine's context without reading a prompt, run steps without copies, and ask how
+long work takes.
 
 Nothing that is generated behind the first two means anything. Times do: a step costs the same whatever its pages hold.
 """
@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from kvs_core.units import MIB
 _STRIDE = 7            # from page to page; with the layer's number added, neighbours and layers hold different pages
 _MOST_THREADS = 8
 _THREAD_BYTES = 256 * MIB
+_TIMES = 8
 
 
 def random_tokens(engine: Engine, count: int, seed: int = 0) -> np.ndarray:
@@ -39,6 +41,25 @@ def greedy_sampler(file: GgufFile) -> Sampler:
     """Picks the most likely token, and takes those that end a text for tokens like others."""
     vocab = Tokenizer.from_metadata(file.metadata, source=str(file.path))
     return Sampler(SamplingParams(temperature=0.0, seed=1), n_vocab=vocab.n_vocab, vocab=vocab, eog_ids=())
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    """See ``seconds_of_each``."""
+    return seconds_of_each([work])[0]
+
+
+def seconds_of_each(works: Sequence[Callable[[], object]]) -> list[float]:
+    """Of each the shortest of some runs, by turns, after one that does not count: what disturbs makes it longer."""
+    taken = []
+    for _ in range(_TIMES + 1):
+        taken.append([_timed(work) for work in works])
+    return [min(each) for each in zip(*taken[1:], strict=True)]
+
+
+def _timed(work: Callable[[], object]) -> float:
+    start = perf_counter()
+    work()
+    return perf_counter() - start
 
 
 def free_bytes(engine: Engine) -> int:
