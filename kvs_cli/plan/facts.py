@@ -27,6 +27,8 @@ def facts(plan: Plan) -> Section:
             "rates_were_kept": plan.found.kept,
             "link_bytes_per_s": rates.link_bytes_per_s,
             "attention_bytes_per_s": rates.attention_bytes_per_s,
+            "host_round_ms": 1e3 * rates.round_s,
+            "host_draft_ms": 1e3 * rates.draft_s,
             "weight_bytes_per_s": {
                 name: rates.weight_bytes_per_s.get(name, rates.weight_bytes_per_s[""])
                 for name in setup.weights.forms

@@ -1,6 +1,7 @@
 """Rates: what the device in use does per second, measured in a few seconds and kept for the next time.
 
-    KVS_CACHE_DIR/rates/<hash>.json      the hash covers the device, its driver or threads, and the code that runs on it
+    KVS_CACHE_DIR/rates/<hash>.json      the hash covers the device, its driver or threads, the processor, Python, and
+                                         the code that runs on the device
 
 On a GPU copies are measured, over the link and within its memory, and what the host does in a round while the GPU waits
 for it. Kernels are known as shares of the copies within memory, as they were on an H200. On the host everything is

@@ -26,26 +26,32 @@ def hollow_device(beside: CudaDevice, load_bytes: int) -> CudaDevice:
     """
     runtime = beside.another_runtime()
     try:
-        _make_hollow(runtime, load_bytes)
-        return CudaDevice(runtime)
+        hollow: Any = _Hollow(runtime, load_bytes)
+        return CudaDevice(hollow)
     except BaseException:
         runtime.close()
         raise
 
 
-def _make_hollow(runtime: Runtime, load_bytes: int) -> None:
-    piece = min(_PIECE_BYTES, load_bytes)
-    source, target = (runtime.allocate(piece, "a probe of the host") for _ in range(2))
-    begin_capture = runtime.begin_capture
+class _Hollow:
+    """A runtime whose captured work is a load of copies and what is no kernel; in all else ``inner``."""
 
-    def begin_with_load() -> None:
-        begin_capture()
-        for _ in range(ceil_div(load_bytes, piece)):
-            runtime.enqueue_copy(address(target), address(source), piece, runtime.compute)
+    def __init__(self, inner: Runtime, load_bytes: int) -> None:
+        self._inner = inner
+        self.launcher: Launcher = _PickingAlone(inner.launcher)
+        self._piece_bytes = min(_PIECE_BYTES, load_bytes)
+        self._copies = ceil_div(load_bytes, self._piece_bytes)
+        self._source, self._target = (inner.allocate(self._piece_bytes, "a probe of the host") for _ in range(2))
 
-    hollow: Any = runtime
-    hollow.begin_capture = begin_with_load
-    hollow.launcher = _PickingAlone(runtime.launcher)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def begin_capture(self) -> None:
+        """See ``Runtime``."""
+        self._inner.begin_capture()
+        target, source = address(self._target), address(self._source)
+        for _ in range(self._copies):
+            self._inner.enqueue_copy(target, source, self._piece_bytes, self._inner.compute)
 
 
 class _PickingAlone:
