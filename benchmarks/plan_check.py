@@ -30,7 +30,8 @@ COLUMNS = (
     "round_ratio", "plan_host_ms", "measured_host_ms", "plan_device_ms", "measured_device_ms", "plan_round_tokens",
     "measured_round_tokens", "plan_streamed_mib", "measured_streamed_mib",
 )
-KVS = [sys.executable, "-c", "from kvs_cli.app import main; main()"]
+KVS = [sys.executable, "-c", "import sys; from kvs_cli.app import main; sys.exit(main())"]
+DEMO = "demo"   # as a sweep names the model that comes with kvs
 
 
 def arguments(row: dict[str, str]) -> list[str]:
@@ -38,7 +39,8 @@ def arguments(row: dict[str, str]) -> list[str]:
     drafts = _drafts(row)
     model = row["model"] if drafts else row["model"].removesuffix(":mtp")
     device = "cpu" if row["device"].startswith("cpu") else "cuda"
-    flags = ["-m", model, "--device", device, "-c", row["context_capacity"]]
+    flags = [] if model == DEMO else ["-m", model]
+    flags += ["--device", device, "-c", row["context_capacity"]]
     flags += ["-b", row["batch_size"], "-ub", row["ubatch_size"], "-ctk", row["cache_type_k"]]
     flags += ["-ctv", row["cache_type_v"], "--kv-stream-arena-mib", str(int(float(row["arena_mib"])))]
     if drafts:

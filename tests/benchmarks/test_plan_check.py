@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.plan_check import compare, line, said
+from benchmarks.plan_check import arguments, ask, compare, line, said
 
 ROW = {"context_capacity": "8192", "spec_type": "draft-mtp", "draft_n_max": "2", "draft_accepted": "52", "rounds": "45",
        "streamed_mib_per_pass": "0.0", "error": ""}
@@ -31,3 +31,21 @@ def test_where_nobody_told_it_apart(cell: dict[str, str]) -> None:
     found = compare([row], line(row, PLAN))
     assert [found[name] for name in found if "_host_" in name or "_device_" in name] == [None] * 4
     assert said(found).endswith("ms per round 6.75, 7.00; tokens of one 2.16, 2.16")
+
+
+FLAGS = ROW | {"device": "cpu", "batch_size": "64", "ubatch_size": "64", "cache_type_k": "q8_0", "cache_type_v": "q4_0",
+               "arena_mib": "2.0", "synth_len": ""}
+
+
+def test_the_models_are_those_of_the_sweep() -> None:
+    """The one that comes with kvs has no name to type; a synthetic one has its MTP block where it drafts."""
+    assert "-m" not in arguments(FLAGS | {"model": "demo"})
+    synthetic = FLAGS | {"model": "synthetic:tiny:q8_0:mtp"}
+    assert arguments(synthetic)[:2] == ["-m", "synthetic:tiny:q8_0:mtp"]
+    assert arguments(synthetic | {"spec_type": "none"})[:2] == ["-m", "synthetic:tiny:q8_0"]
+
+
+def test_a_plan_that_fails_says_why() -> None:
+    """in kvs's own line."""
+    with pytest.raises(SystemExit, match="does not exist"):
+        ask(FLAGS | {"model": "no-such.gguf"})
