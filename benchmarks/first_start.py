@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 WARM_RUNS = 3
-_KVS = [sys.executable, "-c", "from kvs_cli.app import main; main()"]
+_KVS = [sys.executable, "-c", "import sys; from kvs_cli.app import main; sys.exit(main())"]
 _LOADED = re.compile(r"loading weights: .*, ([0-9.]+) MiB/s")
 
 

@@ -4,8 +4,9 @@
 
 Asks ``kvs plan`` about every point of a sweep of MTP lengths, with the sweep's arena, types and pretended acceptance,
 on the machine that measured it, whose rates are probed for it. Writes ``plan.csv`` beside the sweep: predicted and
-measured tokens per second and milliseconds per round, medians over the repeats, and predicted / measured. A point that
-``plan.jsonl`` has is not asked about again.
+measured tokens per second and milliseconds per round, medians over the repeats, and predicted / measured; of a round,
+what the host does while the GPU waits for it, and the rest; and the tokens of a round. A point that ``plan.jsonl`` has
+is not asked about again.
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ from kvs_core.speculative.synthetic import rates_of_length
 
 COLUMNS = (
     "context", "mtp_length", "plan_tps", "measured_tps", "tps_ratio", "plan_round_ms", "measured_round_ms",
-    "round_ratio", "plan_streamed_mib", "measured_streamed_mib",
+    "round_ratio", "plan_host_ms", "measured_host_ms", "plan_device_ms", "measured_device_ms", "plan_round_tokens",
+    "measured_round_tokens", "plan_streamed_mib", "measured_streamed_mib",
 )
-KVS = [sys.executable, "-c", "from kvs_cli.app import main; main()"]
+KVS = [sys.executable, "-c", "import sys; from kvs_cli.app import main; sys.exit(main())"]
+DEMO = "demo"   # as a sweep names the model that comes with kvs
 
 
 def arguments(row: dict[str, str]) -> list[str]:
@@ -36,7 +39,8 @@ def arguments(row: dict[str, str]) -> list[str]:
     drafts = _drafts(row)
     model = row["model"] if drafts else row["model"].removesuffix(":mtp")
     device = "cpu" if row["device"].startswith("cpu") else "cuda"
-    flags = ["-m", model, "--device", device, "-c", row["context_capacity"]]
+    flags = [] if model == DEMO else ["-m", model]
+    flags += ["--device", device, "-c", row["context_capacity"]]
     flags += ["-b", row["batch_size"], "-ub", row["ubatch_size"], "-ctk", row["cache_type_k"]]
     flags += ["-ctv", row["cache_type_v"], "--kv-stream-arena-mib", str(int(float(row["arena_mib"])))]
     if drafts:
@@ -60,19 +64,40 @@ def line(row: dict[str, str], plan: dict[str, Any]) -> dict[str, Any]:
     end = plan["points"][-1]
     return {
         "context": int(row["context_capacity"]), "mtp_length": _drafts(row), "tokens_per_s": end["tokens_per_s"],
-        "round_ms": end["round_ms"], "streamed_bytes": end["streamed_bytes"], "device": plan["device"]["name"],
+        "round_ms": end["round_ms"], "host_ms": end["host_ms"], "streamed_bytes": end["streamed_bytes"],
+        "device": plan["device"]["name"],
     }
 
 
 def compare(rows: list[dict[str, str]], plan: dict[str, Any]) -> dict[str, Any]:
-    """A row of ``plan.csv``."""
+    """A row of ``plan.csv``. On the CPU, and in sweeps of earlier versions, the host's part is not told apart: None."""
     tps, round_ms = (median(float(row[name]) for row in rows) for name in ("decode_tps", "ms_per_step_p50"))
+    apart = all(row.get("host_ms") for row in rows)
+    plan_host_ms = plan.get("host_ms") if apart else None
+    host_ms = median(float(row["host_ms"]) for row in rows) if apart else None
     values = (
         plan["context"], plan["mtp_length"], plan["tokens_per_s"], tps, plan["tokens_per_s"] / tps, plan["round_ms"],
-        round_ms, plan["round_ms"] / round_ms, plan["streamed_bytes"] / 2**20,
-        median(float(row["streamed_mib_per_pass"]) for row in rows),
+        round_ms, plan["round_ms"] / round_ms,
+        plan_host_ms, host_ms,
+        None if plan_host_ms is None else plan["round_ms"] - plan_host_ms,
+        None if host_ms is None else round_ms - host_ms,
+        plan["tokens_per_s"] * plan["round_ms"] / 1e3,
+        median(1 + int(row["draft_accepted"]) / int(row["rounds"]) for row in rows),
+        plan["streamed_bytes"] / 2**20, median(float(row["streamed_mib_per_pass"]) for row in rows),
     )
-    return {name: round(value, 4) for name, value in zip(COLUMNS, values, strict=True)}
+    return {
+        name: None if value is None else round(value, 4) for name, value in zip(COLUMNS, values, strict=True)
+    }
+
+
+def said(row: dict[str, Any]) -> str:
+    """A line for people."""
+    text = (f"{row['context']:8,} tokens, mtp {row['mtp_length']}: planned {row['plan_tps']:8.2f}, measured "
+            f"{row['measured_tps']:8.2f} tokens/s, ratio {row['tps_ratio']:.3f}; ms per round "
+            f"{row['plan_round_ms']:.2f}, {row['measured_round_ms']:.2f}")
+    if row["plan_host_ms"] is not None:
+        text += f", of it the host's {row['plan_host_ms']:.2f}, {row['measured_host_ms']:.2f}"
+    return text + f"; tokens of one {row['plan_round_tokens']:.2f}, {row['measured_round_tokens']:.2f}"
 
 
 def main() -> None:
@@ -98,8 +123,7 @@ def main() -> None:
         writer.writeheader()
         writer.writerows(compared)
     for each in compared:
-        print(f"{each['context']:8,} tokens, mtp {each['mtp_length']}: planned {each['plan_tps']:8.2f}, measured "
-              f"{each['measured_tps']:8.2f} tokens/s, ratio {each['tps_ratio']:.3f}")
+        print(said(each))
     print(f"farthest off: {100 * max(abs(each['tps_ratio'] - 1) for each in compared):.1f} %")
 
 

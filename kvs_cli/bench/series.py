@@ -40,11 +40,11 @@ def value(row: Row, column: str) -> float | None:
     if column != "decode_limit_tps":
         cell = row.get(column)
         return float(cell) if isinstance(cell, int | float) and not isinstance(cell, bool) else None
-    tokens, rounds, *floors = (
-        value(row, name) for name in ("decode_tokens", "rounds", "compute_floor_ms", "link_floor_ms")
+    accepted, rounds, *floors = (
+        value(row, name) for name in ("draft_accepted", "rounds", "compute_floor_ms", "link_floor_ms")
     )
     most = max((floor for floor in floors if floor is not None), default=0.0)
-    return 1e3 * tokens / rounds / most if tokens and rounds and most else None
+    return 1e3 * (1.0 + accepted / rounds) / most if accepted is not None and rounds and most else None
 
 
 def series_of(rows: Sequence[Row]) -> list[Series]:

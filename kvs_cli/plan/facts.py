@@ -27,6 +27,8 @@ def facts(plan: Plan) -> Section:
             "rates_were_kept": plan.found.kept,
             "link_bytes_per_s": rates.link_bytes_per_s,
             "attention_bytes_per_s": rates.attention_bytes_per_s,
+            "host_round_ms": 1e3 * rates.round_s,
+            "host_draft_ms": 1e3 * rates.draft_s,
             "weight_bytes_per_s": {
                 name: rates.weight_bytes_per_s.get(name, rates.weight_bytes_per_s[""])
                 for name in setup.weights.forms
@@ -86,6 +88,7 @@ def _point(point: Point) -> Section:
         "link_ms": 1e3 * point.link_s,
         "step_ms": 1e3 * point.step_s,
         "drafts_ms": 1e3 * point.drafts_s,
+        "host_ms": 1e3 * point.host_s,
         "round_ms": 1e3 * point.round_s,
         "rounds_per_s": 1.0 / point.round_s,
         "tokens_per_s": point.tokens_per_s,

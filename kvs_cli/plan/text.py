@@ -33,6 +33,8 @@ def sections(plan: Plan, facts: Mapping[str, Any]) -> dict[str, dict[str, str]]:
             ),
             "attention": f"{rates.attention_bytes_per_s / 1e9:,.1f} GB/s of K {facts['kv']['type_k']} and V "
                          f"{facts['kv']['type_v']}",
+            "host": f"{1e3 * rates.round_s:.2f} ms per round, {1e3 * rates.draft_s:.2f} ms per row drafted, while the "
+                    "device waits",
             **({"accuracy": "on the CPU a forecast is rough: within a factor of two"} if plan.is_host else {}),
         },
         "Memory": {

@@ -47,6 +47,8 @@ class Rates:
     copy_s                 of the same, its copy beside its bytes
     round_s, plan_s        of the host, per round: sampling, bookkeeping; and per streamed run of its plan
     draft_s                of the host, per drafted row: its guess comes back before the next row begins
+
+    What the host does while the device works is in none of the last three: it costs nothing.
     """
 
     link_bytes_per_s: float
@@ -242,6 +244,7 @@ class Point:
 
     tokens  committed before the step
     rows    of the step
+    host_s  of the round, in which the device waits for the host; what its drafts take of it is in drafts_s too
     """
 
     tokens: int
@@ -251,6 +254,7 @@ class Point:
     link_s: float
     step_s: float
     drafts_s: float
+    host_s: float
     round_s: float
     tokens_per_round: float | None
 
@@ -305,8 +309,12 @@ def forecast(setup: Setup, rates: Rates, tokens: int, rounds: Rounds) -> Point:
     link_s = placement.streamed_bytes / rates.link_bytes_per_s + placement.runs * rates.copy_s + setup.pass_s(rates)
     step_s = side_by_side(kernels_s, link_s)
     drafts_s = rounds.drafts * _draft_s(setup, rates, tokens, placement, rounds.kind) if rounds.drafts else 0.0
-    round_s = drafts_s + step_s + rates.round_s + placement.runs * rates.plan_s
-    return Point(tokens, rounds.rows, placement, kernels_s, link_s, step_s, drafts_s, round_s, rounds.tokens)
+    besides_s = rates.round_s + placement.runs * rates.plan_s
+    host_s = besides_s + rounds.drafts * rates.draft_s
+    return Point(
+        tokens, rounds.rows, placement, kernels_s, link_s, step_s, drafts_s, host_s, drafts_s + step_s + besides_s,
+        rounds.tokens,
+    )
 
 
 def side_by_side(first_s: float, second_s: float) -> float:

@@ -1,14 +1,16 @@
-"""What only measurements do to an engine: fill its context without reading a prompt, and run steps without copies.
+"""What only measurements do: fill an engine's context without reading a prompt, run steps without copies, and ask how
+long work takes.
 
-Nothing that is generated behind either means anything. Times do: a step costs the same whatever its pages hold.
+Nothing that is generated behind the first two means anything. Times do: a step costs the same whatever its pages hold.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -16,18 +18,48 @@ import numpy as np
 from kvs_core.device.base import PASSED, Fence, PassedFence
 from kvs_core.engine.budget import BudgetDevice, plan_budget
 from kvs_core.engine.engine import Engine
+from kvs_core.formats.gguf import GgufFile
+from kvs_core.formats.tokenizer import Tokenizer
 from kvs_core.memory.phases import Phase
+from kvs_core.sampling.chain import Sampler
+from kvs_core.sampling.params import SamplingParams
 from kvs_core.settings.rooms import ContextSettings, KvSettings
 from kvs_core.units import MIB
 
 _STRIDE = 7            # from page to page; with the layer's number added, neighbours and layers hold different pages
 _MOST_THREADS = 8
 _THREAD_BYTES = 256 * MIB
+_TIMES = 8
 
 
 def random_tokens(engine: Engine, count: int, seed: int = 0) -> np.ndarray:
     """Ids of the engine's vocabulary, int32 [count]."""
     return np.random.default_rng(seed).integers(0, engine.spec.n_vocab, count).astype(np.int32)
+
+
+def greedy_sampler(file: GgufFile) -> Sampler:
+    """Picks the most likely token, and takes those that end a text for tokens like others."""
+    vocab = Tokenizer.from_metadata(file.metadata, source=str(file.path))
+    return Sampler(SamplingParams(temperature=0.0, seed=1), n_vocab=vocab.n_vocab, vocab=vocab, eog_ids=())
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    """See ``seconds_of_each``."""
+    return seconds_of_each([work])[0]
+
+
+def seconds_of_each(works: Sequence[Callable[[], object]]) -> list[float]:
+    """Of each the shortest of some runs, by turns, after one that does not count: what disturbs makes it longer."""
+    taken = []
+    for _ in range(_TIMES + 1):
+        taken.append([_timed(work) for work in works])
+    return [min(each) for each in zip(*taken[1:], strict=True)]
+
+
+def _timed(work: Callable[[], object]) -> float:
+    start = perf_counter()
+    work()
+    return perf_counter() - start
 
 
 def free_bytes(engine: Engine) -> int:
@@ -76,6 +108,43 @@ def fill_context(engine: Engine, tokens: int, prompt: Sequence[int]) -> None:
     kv.restore(tokens)
     engine._state.flush()
     engine._state.restore(tokens)
+
+
+@contextmanager
+def launch_seconds(engine: Engine) -> Iterator[Callable[[], float]]:
+    """In the block, a function that tells how long the launches of captured work took on the device, in all since it
+    was asked last; 0 on a device that captures nothing.
+
+    Each launch is looked at when the next one comes, or when the function is asked: whoever waits for what a launch
+    brings before that, as rounds do, has them all.
+    """
+    captured: Any = engine._captured
+    launch = captured.launch
+    total_s, waiting = 0.0, False
+
+    def look() -> None:
+        nonlocal total_s, waiting
+        if waiting:
+            total_s += captured.elapsed_s() or 0.0
+            waiting = False
+
+    def look_and_launch(*args: Any) -> bool:
+        nonlocal waiting
+        look()
+        waiting = bool(launch(*args))
+        return waiting
+
+    def spent_s() -> float:
+        nonlocal total_s
+        look()
+        spent, total_s = total_s, 0.0
+        return spent
+
+    captured.launch = look_and_launch
+    try:
+        yield spent_s
+    finally:
+        del captured.launch
 
 
 class _NoStream:

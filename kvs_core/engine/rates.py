@@ -1,10 +1,11 @@
 """Rates: what the device in use does per second, measured in a few seconds and kept for the next time.
 
-    KVS_CACHE_DIR/rates/<hash>.json      the hash covers the device, its driver or threads, and the code that runs on it
+    KVS_CACHE_DIR/rates/<hash>.json      the hash covers the device, its driver or threads, the processor, Python, and
+                                         the code that runs on the device
 
-On a GPU two rates are measured: copies over the link, and copies within its memory. Its kernels are known as shares of
-the latter, as they were on an H200. On the host everything is measured, a small model's steps among it: the forecast is
-as good as that model is like the one in question.
+On a GPU copies are measured, over the link and within its memory, and what the host does in a round while the GPU waits
+for it. Kernels are known as shares of the copies within memory, as they were on an H200. On the host everything is
+measured, a small model's steps among it: the forecast is as good as that model is like the one in question.
 """
 
 from __future__ import annotations
@@ -16,48 +17,36 @@ import math
 import os
 import platform
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter
 
 import numpy as np
-from gguf.constants import GGMLQuantizationType as Quant
 
-from kvs_core.device import host
+from kvs_core.device import cuda, host
 from kvs_core.device.base import Buffer, Device, Stream
+from kvs_core.device.cuda.device import CudaDevice
 from kvs_core.device.cuda.driver import Driver
 from kvs_core.device.cuda.nvrtc import SOURCES, cache_root
 from kvs_core.device.host.device import HostDevice
 from kvs_core.device.host.machine import cpu_model
-from kvs_core.engine.engine import Engine
-from kvs_core.engine.forecast import IN_FILE, Rates
-from kvs_core.engine.held import FLOATS
+from kvs_core.engine.forecast import Rates
+from kvs_core.engine.host_part import measure_host_part
+from kvs_core.engine.host_rates import host_rates, measure_products, measure_steps
+from kvs_core.engine.measuring import seconds_of
 from kvs_core.errors import SettingsError
-from kvs_core.formats.gguf import TensorInfo
-from kvs_core.formats.quants import row_bytes
-from kvs_core.memory.phases import Phase
 from kvs_core.models.recurrent import MAX_ROWS
-from kvs_core.models.synthetic import synthetic_model
-from kvs_core.settings.rooms import ContextSettings, KvSettings, RopeSettings
+from kvs_core.settings.rooms import KvSettings
 from kvs_core.units import MIB
 
 LOGGER = logging.getLogger(__name__)
 
 Numbers = Mapping[str, float]
 
-_FORMAT = 1              # of a kept file
+_FORMAT = 2              # of a kept file
 _COPY_BYTES = 512 * MIB  # no cache holds it
 _LINK_BYTES = 64 * MIB
 _COPIES = 8              # between two looks at the clock
-_TIMES = 8
-
-_HOST_MATRIX = (2048, 8192)   # n_in, n_out: 64 MiB of float32
-_HOST_ROWS = (1, 2, 4, 8)
-_HOST_MODEL = "tiny:f16"
-_HOST_CONTEXTS = (2048, 12288)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +64,7 @@ def find_rates(device: Device, kv: KvSettings) -> Found:
     """
     facts = _facts(device)
     if not isinstance(device, HostDevice):
-        numbers, kept = _find(facts, lambda: measure_gpu(device), device.name)
+        numbers, kept = _find(facts, lambda: _measure_cuda(device), device.name)
         return Found(gpu_rates(numbers), kept)
     machine, machine_kept = _find(facts, lambda: measure_products(device), device.name)
     types = {"type_k": kv.type_k, "type_v": kv.type_v, "rotation": kv.rotation}
@@ -122,9 +111,13 @@ _LEAST_ATTENTION_S = 15e-6    # below some 32 Ki tokens
 _RUN_S = 10e-6                # the same launches without copies, less all pages resident, at 90, 128 and 256 Ki
 _RUN_ROWS_S = 12e-6           # likewise, of 2 and 4 rows at 86 to 92 Ki
 _COPY_S = 7.5e-6              # streamed steps less bytes / link, likewise
-_ROUND_S = 0.25e-3
 _PLAN_S = 4e-6
-_DRAFT_S = 0.18e-3
+
+
+def _measure_cuda(device: Device) -> Numbers:
+    assert isinstance(device, CudaDevice)
+    numbers = measure_gpu(device)
+    return {**numbers, **measure_host_part(device, numbers["memory"])}
 
 
 def measure_gpu(device: Device) -> Numbers:
@@ -140,7 +133,7 @@ def measure_gpu(device: Device) -> Numbers:
                 device.enqueue_copy(dst, src, stream)
             stream.synchronize()
 
-        return _seconds(copy) / _COPIES
+        return seconds_of(copy) / _COPIES
 
     return {
         "link": pinned.nbytes / seconds(target[: pinned.nbytes], pinned, device.copy),
@@ -150,7 +143,7 @@ def measure_gpu(device: Device) -> Numbers:
 
 
 def gpu_rates(numbers: Numbers) -> Rates:
-    """Rates of the CUDA kernels on a GPU with these numbers."""
+    """Rates of the CUDA kernels on a GPU with these numbers, of ``measure_gpu`` and ``measure_host_part``."""
     memory, rows = numbers["memory"], range(1, MAX_ROWS + 1)
     return Rates(
         link_bytes_per_s=numbers["link"],
@@ -163,114 +156,10 @@ def gpu_rates(numbers: Numbers) -> Rates:
         run_s=_RUN_S,
         run_rows_s=_RUN_ROWS_S,
         copy_s=_COPY_S,
-        round_s=_ROUND_S,
+        round_s=numbers["round"],
         plan_s=_PLAN_S,
-        draft_s=_DRAFT_S,
+        draft_s=numbers["draft"],
     )
-
-
-# On the host.
-
-
-def measure_products(device: HostDevice) -> Numbers:
-    """Bytes per second: of copies, and of products of one row and of several with matrices of both kinds."""
-    numbers = {"link": device.link_bytes_per_s()}
-    for name, quant in ((FLOATS, Quant.F32), (IN_FILE, Quant.Q8_0)):
-        n_in, n_out = _HOST_MATRIX
-        data = np.ones(n_out * row_bytes(quant, n_in), np.uint8)   # written, so that there is memory behind it
-        info = TensorInfo("probe", (n_in, n_out), quant, n_in * n_out, data.nbytes, data)
-        bare = HostDevice(device.threads, memory_limit_bytes=0)
-        with closing(bare):
-            weight = bare.load_matrix([info])
-            for rows in _HOST_ROWS:
-                x, out = np.ones((rows, n_in), np.float32), np.empty((rows, n_out), np.float32)
-                multiply = partial(
-                    bare.ops.project, x, np.ones(n_in, np.float32), weight, out, eps=1e-6, phase=Phase.DECODE
-                )
-                numbers[f"{name} {rows}"] = 4.0 * n_in * n_out / _seconds(multiply)
-    return numbers
-
-
-def measure_steps(device: HostDevice, kv: KvSettings, products: Numbers) -> Numbers:
-    """Steps of a small model at two contexts: the longer one's more bytes tell the rate of attention, bytes per second;
-    what is left when weights and attention are taken away is what the layers cost, seconds each."""
-    file = synthetic_model(_HOST_MODEL)
-    sizes = ContextSettings(ctx_size=2 * max(_HOST_CONTEXTS))
-    plain = KvSettings(kv.type_k, kv.type_v, rotation=kv.rotation, fit=False)
-    with ExitStack() as open_engines:
-        engines = []
-        for tokens in _HOST_CONTEXTS:
-            engine = Engine(file, HostDevice(device.threads), context=sizes, kv=plain, rope=RopeSettings())
-            open_engines.enter_context(closing(engine))
-            blank = engine.checkpoint()
-            at = replace(blank, state=replace(blank.state, position=tokens))
-            engine.take_up(_blank_pages(engine, tokens), at, tokens)
-            engines.append(engine)
-        short_s, long_s = _seconds_each([partial(_step, engine) for engine in engines])
-        kv_bytes = sum(engine.shapes.token_bytes(engine.spec.kv_layers))
-        weights, layers = engine.memory_report()["weights"], engine.spec.n_layer
-    short, long = _HOST_CONTEXTS
-    # What disturbs one of the two must not make a rate that is absurd.
-    per_token_s = max((long_s - short_s) / (long - short), 0.1 * long_s / long)
-    rest_s = short_s - per_token_s * short - weights / products[f"{FLOATS} 1"]
-    return {"attention": kv_bytes / per_token_s, "layer": max(rest_s, 0.1 * short_s) / layers}
-
-
-def _step(engine: Engine) -> None:
-    with engine.step([0], Phase.DECODE) as step:
-        step.logits()
-        step.settle()
-
-
-def _blank_pages(engine: Engine, tokens: int) -> Iterator[tuple[int, int, bytes]]:
-    for layer, size in enumerate(engine.page_bytes):
-        page = bytes(size)
-        for number in range(engine.geometry.pages_of(tokens)):
-            yield layer, number, page
-
-
-def host_rates(numbers: Numbers) -> Rates:
-    """Rates of the host with these numbers. Its copies run beside its products; what single runs cost is not told
-    apart, and one sampled token costs little beside a step."""
-    costs = {}
-    for name in (FLOATS, IN_FILE):
-        known = [numbers[f"{name} 1"] / numbers[f"{name} {rows}"] for rows in _HOST_ROWS]
-        # More rows take no less time; where they seem to, something disturbed.
-        costs[name] = np.interp(range(1, MAX_ROWS + 1), _HOST_ROWS, np.maximum.accumulate(known)).tolist()
-    return Rates(
-        link_bytes_per_s=numbers["link"],
-        weight_bytes_per_s={"": numbers[f"{FLOATS} 1"], IN_FILE: numbers[f"{IN_FILE} 1"]},
-        row_costs={"": costs[FLOATS], IN_FILE: costs[IN_FILE]},
-        attention_bytes_per_s=numbers["attention"],
-        attention_row=1.0,
-        layer_s=numbers["layer"],
-        least_attention_s=0.0,
-        run_s=0.0,
-        run_rows_s=0.0,
-        copy_s=0.0,
-        round_s=0.0,
-        plan_s=0.0,
-        draft_s=0.0,
-    )
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    """See ``_seconds_each``."""
-    return _seconds_each([work])[0]
-
-
-def _seconds_each(works: Sequence[Callable[[], object]]) -> list[float]:
-    """Of each the shortest of some runs, by turns, after one that does not count: what disturbs makes it longer."""
-    taken = []
-    for _ in range(_TIMES + 1):
-        taken.append([_timed(work) for work in works])
-    return [min(each) for each in zip(*taken[1:], strict=True)]
-
-
-def _timed(work: Callable[[], object]) -> float:
-    start = perf_counter()
-    work()
-    return perf_counter() - start
 
 
 # On disk.
@@ -278,15 +167,19 @@ def _timed(work: Callable[[], object]) -> float:
 
 def _facts(device: Device) -> dict[str, object]:
     """What numbers are true for."""
-    facts: dict[str, object] = {"format": _FORMAT, "machine": platform.node(), "device": device.name}
-    if isinstance(device, HostDevice):   # under its name another processor may stand: machines are rebuilt
-        code = Path(host.__path__[0])
-        facts |= {"cpu": cpu_model(), "threads": device.threads, "numpy": np.__version__}
+    facts: dict[str, object] = {
+        "format": _FORMAT, "machine": platform.node(), "device": device.name,
+        "cpu": cpu_model(),   # under a machine's name another may stand: machines are rebuilt
+        "python": platform.python_version(),
+    }
+    if isinstance(device, HostDevice):
+        code = [Path(host.__path__[0])]
+        facts |= {"threads": device.threads, "numpy": np.__version__}
     else:
-        code = SOURCES
+        code = [SOURCES, Path(cuda.__path__[0])]
         facts |= {"driver": Driver().cuda_version}
     digest = hashlib.sha256()
-    for path in sorted((*code.rglob("*.py"), *code.rglob("*.cu*"))):
+    for path in sorted(path for folder in code for name in ("*.py", "*.cu*") for path in folder.rglob(name)):
         digest.update(path.read_bytes())
     return facts | {"code": digest.hexdigest()}
 

@@ -40,7 +40,7 @@ def test_what_differs_tells_lines_apart() -> None:
 
 def test_the_decode_limit_is_the_larger_floor() -> None:
     """Tokens of a round, by the larger of what kernels and link need."""
-    row = measured(decode_tokens=64, rounds=32, compute_floor_ms=4.0, link_floor_ms=5.0)
+    row = measured(draft_accepted=32, rounds=32, compute_floor_ms=4.0, link_floor_ms=5.0)
     assert value(row, "decode_limit_tps") == pytest.approx(400.0)
 
 

@@ -86,7 +86,9 @@ def test_over_the_context(kvs: Kvs, tiny_llama: Path) -> None:
         assert point["streamed_bytes"] == point["streamed_pages"] * facts["kv"]["page_bytes"]
         assert point["step_ms"] >= max(point["kernels_ms"], point["link_ms"])
         assert point["round_ms"] == pytest.approx(point["step_ms"] + point["drafts_ms"] + 0.1)
+        assert point["host_ms"] == pytest.approx(0.1)
         assert point["tokens_per_s"] == pytest.approx(1e3 / point["round_ms"])
+    assert (facts["device"]["host_round_ms"], facts["device"]["host_draft_ms"]) == pytest.approx((0.1, 0.1))
     assert points[0]["streamed_pages"] == 0 < points[-1]["streamed_pages"]
     rounds = [point["round_ms"] for point in points]
     assert rounds == sorted(rounds)

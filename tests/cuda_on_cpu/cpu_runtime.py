@@ -178,5 +178,8 @@ class CpuRuntime:
     def free_bytes(self) -> int:
         return 1 << 30
 
+    def another(self) -> CpuRuntime:
+        return CpuRuntime()
+
     def close(self) -> None:
         pass

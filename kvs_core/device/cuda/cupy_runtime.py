@@ -228,6 +228,10 @@ class CupyRuntime:
         """See ``Runtime``."""
         return int(self._cupy.cuda.runtime.memGetInfo()[0])
 
+    def another(self) -> CupyRuntime:
+        """See ``Runtime``."""
+        return CupyRuntime(self._index)
+
     def close(self) -> None:
         """See ``Runtime``. Memory goes with its last view."""
         self.launcher.close()

@@ -119,6 +119,10 @@ class CudaDevice:
         self.ops: Ops = self._ops
         self.capabilities: Capabilities = self._ops.capabilities(runtime.name)
 
+    def another_runtime(self) -> Runtime:
+        """A runtime of its own on the same GPU."""
+        return self._runtime.another()
+
     # Memory.
 
     def allocate_arena(self, size_bytes: int) -> None:

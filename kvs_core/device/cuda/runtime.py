@@ -100,6 +100,10 @@ class Runtime(Protocol):
         """Device memory that could be had now."""
         ...
 
+    def another(self) -> Runtime:
+        """One of its own on the same GPU."""
+        ...
+
     def close(self) -> None:
         """Release what the runtime holds."""
         ...
