@@ -16,7 +16,6 @@ from tests.cuda_on_cpu.cpu_runtime import CpuRuntime
 from tests.engine.tiny import engine, kv_settings
 from tests.support.tiny_gguf import ROUTED, Gemma4, write_tiny_gemma4
 
-
 MIXTURE = "gemma4 with experts"
 
 
