@@ -22,7 +22,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-MODELS = {"qwen2.5-14b:q4_k": 65536, "gemma4-31b:q4_k": 131072}
+MODELS = {"qwen2.5-14b:q4_k": 65536, "gemma4-31b:q4_k": 131072, "gemma4-26b-a4b:q4_k": 131072}
 """With the context of each."""
 
 POINTS = (0.25, 0.5, 0.75, 0.9, 1.0, 1.15, 1.5, 2.0, 3.0)

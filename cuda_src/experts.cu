@@ -2,11 +2,13 @@
 //   choose_experts   logits of the router -> a row's experts, by number, and their shares; the shared expert's gate
 //   group_slots      PREFILL: a slot is one expert of one row; slots of an expert in groups of up to 8
 //   combine_experts  x += the experts' rows times their shares, by number, then the shared expert's times its gate
+//   mix_experts      the same beside a dense feed-forward part: both sums, and the sum of those, go through RMS norms
 //
 //   ids     int32 [T][used]        numbers of a row's experts, rising: slot = row * used + place
 //   shares  float32 [T][used + 1]  their weights, then that of the shared expert
 //   order   int32 [T * used]       slots by expert, those of one expert by row
 //   groups  int32 [T * used / 8 + experts][4]  expert, first place in ``order``, slots (perhaps none), 0
+#include "common/block_sum.cuh"
 #include "common/quant256.cuh"
 
 constexpr int THREADS = 256, WARPS = THREADS / 32;
@@ -23,6 +25,8 @@ DEVICE float of_key(u32 key) { return __uint_as_float((key & 0x80000000u) ? key 
 extern "C" __global__ void __launch_bounds__(THREADS)
 choose_experts(const float* logits,               // [T][count]
                int count, int used,
+               float logit_scale,                 // of the logits in the softmax, > 0
+               const float* __restrict__ gains,   // [count] factors on the shares, or null
                const float* normed,               // [T][n] x * norm, not yet scaled to rms 1
                const float* sums, float eps, int n,   // [T][n / 256 rounded up] sums of squares of x
                const float* __restrict__ gate,    // [n], or null
@@ -55,13 +59,14 @@ choose_experts(const float* logits,               // [T][count]
   __syncthreads();
   const float most = odds[0];
   float sum = 0.f;
-  for (int rank = 0; rank < used; rank++) sum += __expf(odds[rank] - most);
+  for (int rank = 0; rank < used; rank++) sum += __expf((odds[rank] - most) * logit_scale);
   for (int e = threadIdx.x; e < count; e += THREADS) {
     if (ranks[e] >= used) continue;
     int place = 0;
     for (int other = 0; other < e; other++) place += ranks[other] < used;
     ids[row * used + place] = e;
-    shares[row * (used + 1) + place] = __expf(odds[ranks[e]] - most) / sum;
+    const float share = __expf((odds[ranks[e]] - most) * logit_scale) / sum;
+    shares[row * (used + 1) + place] = gains ? share * gains[e] : share;
   }
   if (threadIdx.x == 0) {
     dot = 0.f;
@@ -116,4 +121,60 @@ combine_experts(float* x, int stride, const float* y,   // [T * used][n]
   float4* const out = (float4*)(x + (size_t)row * stride + c);
   const float4 old = ldcg4((const float*)out);
   *out = make_float4(old.x + total.x, old.y + total.y, old.z + total.z, old.w + total.w);
+}
+
+// x += rms(a * dense_norm + b * sum_norm) * post_norm, a = rms(sum of dense parts), b = rms(the experts' weighted sum).
+// A block per row; columns as in combine_experts, a thread has its own all the time. Both sums take the places of the
+// row's first dense part and of its first slot.
+constexpr int MIX_THREADS = 512;
+extern "C" __global__ void __launch_bounds__(MIX_THREADS)
+mix_experts(float* x, int stride, float* y,             // [T * used][n]
+            const float* shares, int used,
+            float* dense, int n_parts, int part_stride,   // [n_parts][T][part_stride]
+            const float* __restrict__ dense_norm, const float* __restrict__ sum_norm,
+            const float* __restrict__ post_norm, int n, float eps) {
+  constexpr int WARPS_OF_MIX = MIX_THREADS / 32;
+  __shared__ float parts[3][WARPS_OF_MIX];
+  pdl_trigger();
+  pdl_wait();
+  const int row = blockIdx.x, first = threadIdx.x * 4;
+  float* const own = y + (size_t)row * used * n;
+  float* const beside = dense + (size_t)row * part_stride;
+  const size_t step = (size_t)gridDim.x * part_stride;
+  const float* const weights = shares + row * (used + 1);
+  const auto squares = [](float sum, const float4& v) {
+    return fmaf(v.w, v.w, fmaf(v.z, v.z, fmaf(v.y, v.y, fmaf(v.x, v.x, sum))));
+  };
+  float dense_sum = 0.f, experts_sum = 0.f, sum = 0.f;
+  for (int c = first; c < n; c += MIX_THREADS * 4) {
+    float4 d = ldcg4(beside + c), e = make_float4(0.f, 0.f, 0.f, 0.f);
+    for (int p = 1; p < n_parts; p++) {
+      const float4 v = ldcg4(beside + p * step + c);
+      d.x += v.x, d.y += v.y, d.z += v.z, d.w += v.w;
+    }
+    for (int i = 0; i < used; i++) {
+      const float w = ldcg(weights + i);
+      const float4 v = ldcg4(own + (size_t)i * n + c);
+      e.x = fmaf(w, v.x, e.x), e.y = fmaf(w, v.y, e.y), e.z = fmaf(w, v.z, e.z), e.w = fmaf(w, v.w, e.w);
+    }
+    *(float4*)(beside + c) = d, *(float4*)(own + c) = e;
+    dense_sum = squares(dense_sum, d), experts_sum = squares(experts_sum, e);
+  }
+  const float a = 1.f / sqrtf(block_sum<WARPS_OF_MIX>(dense_sum, parts[0]) / n + eps);
+  const float b = 1.f / sqrtf(block_sum<WARPS_OF_MIX>(experts_sum, parts[1]) / n + eps);
+  for (int c = first; c < n; c += MIX_THREADS * 4) {
+    const float4 d = ldcg4(beside + c), e = ldcg4(own + c);
+    const float4 f = *(const float4*)(dense_norm + c), g = *(const float4*)(sum_norm + c);
+    const float4 v = make_float4(d.x * a * f.x + e.x * b * g.x, d.y * a * f.y + e.y * b * g.y,
+                                 d.z * a * f.z + e.z * b * g.z, d.w * a * f.w + e.w * b * g.w);
+    *(float4*)(own + c) = v;
+    sum = squares(sum, v);
+  }
+  const float scale = 1.f / sqrtf(block_sum<WARPS_OF_MIX>(sum, parts[2]) / n + eps);
+  for (int c = first; c < n; c += MIX_THREADS * 4) {
+    float4* const out = (float4*)(x + (size_t)row * stride + c);
+    const float4 old = ldcg4((const float*)out), v = ldcg4(own + c), w = *(const float4*)(post_norm + c);
+    *out = make_float4(old.x + v.x * scale * w.x, old.y + v.y * scale * w.y, old.z + v.z * scale * w.z,
+                       old.w + v.w * scale * w.w);
+  }
 }

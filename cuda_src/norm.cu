@@ -7,7 +7,7 @@
 //   softcap     x[t][i] = cap * tanh(x[t][i] / cap)
 //   scale_rows  x[t][i] = x[t][i] * factor
 //   take_kept   out[i] = rows[step[STEP_KEPT]][i]; out may be the first row
-#include "common/ptx.cuh"
+#include "common/block_sum.cuh"
 #include "common/tables.cuh"
 
 constexpr int THREADS = 256;
@@ -15,14 +15,7 @@ constexpr int THREADS = 256;
 // 1 / sqrt(mean + eps) of a row of n squares, from each thread's sum of some of them.
 DEVICE float rms_factor(float sum, int n, float eps) {
   __shared__ float parts[THREADS / 32];
-#pragma unroll
-  for (int d = 16; d; d >>= 1) sum += __shfl_xor_sync(~0u, sum, d);
-  if ((threadIdx.x & 31) == 0) parts[threadIdx.x >> 5] = sum;
-  __syncthreads();
-  float total = 0.f;
-#pragma unroll
-  for (int w = 0; w < THREADS / 32; w++) total += parts[w];
-  return 1.f / sqrtf(total / n + eps);
+  return 1.f / sqrtf(block_sum<THREADS / 32>(sum, parts) / n + eps);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)

@@ -6,6 +6,7 @@
 //   per_layer_gate     rows[t][i] = gelu(rows[t][i]) * inputs[t][i]   rows f32 [T][P]; inputs ``stride`` numbers apart
 //
 // A row's bits do not depend on the others.
+#include "common/block_sum.cuh"
 #include "common/gelu.cuh"
 
 constexpr int THREADS = 256;
@@ -21,14 +22,7 @@ per_layer_inputs(float* out, const float* projected, const float* __restrict__ n
     const float v = ldcg(projected + at + i) * factor;
     sum = fmaf(v, v, sum);
   }
-#pragma unroll
-  for (int d = 16; d; d >>= 1) sum += __shfl_xor_sync(~0u, sum, d);
-  if ((threadIdx.x & 31) == 0) parts[threadIdx.x >> 5] = sum;
-  __syncthreads();
-  float total = 0.f;
-#pragma unroll
-  for (int w = 0; w < THREADS / 32; w++) total += parts[w];
-  const float scale = factor / sqrtf(total / n + eps);
+  const float scale = factor / sqrtf(block_sum<THREADS / 32>(sum, parts) / n + eps);
   for (int i = threadIdx.x; i < n; i += THREADS)
     out[at + i] = (ldcg(out + at + i) + ldcg(projected + at + i) * scale * norm[i]) * 0.70710678118654752f;
 }

@@ -3,8 +3,8 @@
     compute-sanitizer --tool memcheck python -m benchmarks.gpu.tiny_steps
     compute-sanitizer --tool racecheck python -m benchmarks.gpu.tiny_steps
 
-Prefill and decode with streamed pages, verify widths, dropped rows, a change of phase. Prints how many logits are
-finite.
+Prefill and decode with streamed pages, experts beside a dense part, verify widths, dropped rows, a change of phase.
+Prints how many logits are finite.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvs_core.memory.phases import Phase
 from kvs_core.models.registry import read_spec
 from kvs_core.models.synthetic import synthetic_model
 from kvs_core.settings.rooms import ContextSettings, KvSettings, RopeSettings
-from tests.support.tiny_gguf import write_tiny_llama, write_tiny_qwen35
+from tests.support.tiny_gguf import ROUTED, Gemma4, write_tiny_gemma4, write_tiny_llama, write_tiny_qwen35
 
 
 def steps(file: GgufFile, type_k: str, type_v: str, page_tokens: int) -> None:
@@ -60,8 +60,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         qwen = write_tiny_qwen35(Path(folder) / "qwen.gguf", seed=1, head_dim=64, weight_type="q8_0")
         llama = write_tiny_llama(Path(folder) / "llama.gguf", seed=1, head_dim=64, weight_type="q8_0")
+        gemma = write_tiny_gemma4(
+            Path(folder) / "gemma.gguf", seed=1, weight_type="q8_0", more=Gemma4(experts=ROUTED)
+        )
         steps(GgufFile.open(qwen), "q8_0", "q4_0", 32)
         steps(GgufFile.open(llama), "f16", "q5_1", 32)
+        steps(GgufFile.open(gemma), "f16", "f16", 32)
     # Heads of 256 and pages of 256: the kernels of the large models.
     steps(synthetic_model("small:iq4_xs"), "q8_0", "q4_0", 256)
 

@@ -119,7 +119,7 @@ def _setup(
 def _check_kernels(setup: Setup, model: OpenModel, device: Device) -> None:
     """``CapabilityError`` for what the device has no code for."""
     for geometry in setup.budget.pages.each:
-        device.capabilities.check(geometry, model.spec.parts)
+        device.capabilities.check(geometry)
 
 
 def _needed_bytes(setup: Setup) -> int:

@@ -13,7 +13,7 @@ Absent here: which page is where (paging), when to move it (streaming), what a l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
@@ -80,13 +80,6 @@ class Stream(Protocol):
         ...
 
 
-class Part(Enum):
-    """What few models are made of: see the ops that compute it."""
-
-    PER_LAYER = "embeddings of a token per layer"                      # ``add_per_layer``
-    DENSE_BESIDE = "experts with a dense feed-forward beside them"     # ``add_mixture``
-
-
 @dataclass(frozen=True, slots=True)
 class Capabilities:
     """What really works on a device. Asked at load, so that nothing is refused in the middle of a prompt."""
@@ -95,13 +88,9 @@ class Capabilities:
     kv_pairs: frozenset[tuple[KvType, KvType]]
     head_dims: frozenset[int] | None   # None: any
     max_decode_rows: int
-    parts: frozenset[Part] = frozenset()
 
-    def check(self, geometry: PageGeometry, parts: Collection[Part] = ()) -> None:
-        """Raise ``CapabilityError`` unless pages of this geometry can be written and attended, and these parts done."""
-        for part in parts:
-            if part not in self.parts:
-                raise CapabilityError(f"{part.value} have no kernels on {self.device}; use --device cpu")
+    def check(self, geometry: PageGeometry) -> None:
+        """Raise ``CapabilityError`` unless pages of this geometry can be written and attended."""
         if (geometry.k_type, geometry.v_type) not in self.kv_pairs:
             raise CapabilityError(
                 f"K {geometry.k_type.label} with V {geometry.v_type.label} has no attention kernel on {self.device}; "
@@ -302,7 +291,7 @@ class MixtureWeights:
     norm, gate_up, down, dense_norm  of the dense one: [E], [2 F, E], [E, F], [E]
     experts_norm, experts, sum_norm  of the experts, none of which is shared
     router_scale                     [E] of the router's input
-    expert_scales                    float32 [experts] on the host, of what each gives
+    expert_scales                    [experts] of what each gives, or None
     post_norm                        [E] of the sum of both
     """
 
@@ -314,7 +303,7 @@ class MixtureWeights:
     experts: ExpertWeights
     sum_norm: Buffer
     router_scale: Buffer
-    expert_scales: np.ndarray
+    expert_scales: Buffer | None
     post_norm: Buffer
 
     def __post_init__(self) -> None:
@@ -335,12 +324,15 @@ class PerLayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class ExpertSizes:
-    """``count`` experts with n_ff values within, of which a row takes ``used``; n_shared: of the one for all, or 0."""
+    """``count`` experts with n_ff values within, of which a row takes ``used``.
+
+    n_beside  values within the part beside them that all rows take, at most; 0: there is none
+    """
 
     count: int
     used: int
     n_ff: int
-    n_shared: int
+    n_beside: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,7 +125,7 @@ class Engine:
         )
         first = plan(free_bytes=device.free_bytes())
         for geometry in first.pages.each:   # before the weights
-            device.capabilities.check(geometry, spec.parts)
+            device.capabilities.check(geometry)
         check_spill(file, spec, device, self.split, drafting, lambda free_bytes: plan(free_bytes=free_bytes))
         load = partial(
             load_model, file, context_tokens=first.context.context_tokens, rope=rope, nextn=drafting.nextn,

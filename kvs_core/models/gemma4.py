@@ -74,7 +74,6 @@ def read_spec(file: GgufFile) -> ModelSpec:
         v_norms=True,
         n_ff=max(widths),
         n_per_layer=file.get_u32(f"{ARCH}.embedding_length_per_layer_input", 0, most=MAX_WIDTH),
-        dense_beside=experts is not None,
     )
 
 
@@ -248,7 +247,7 @@ def _load_feed_forward(spec: ModelSpec, layer: LayerSpec, loader: Loader) -> Fee
         experts=loader.experts(spec.experts, block, spec.activation),
         sum_norm=norm("post_ffw_norm_2"),
         router_scale=loader.vector(f"{block}.ffn_gate_inp.scale"),
-        expert_scales=loader.numbers(scales) if loader.has(scales) else np.ones(spec.experts.count, np.float32),
+        expert_scales=loader.vector(scales) if loader.has(scales) else None,
         post_norm=norm("post_ffw_norm"),
     ))
 

@@ -68,7 +68,7 @@ def step_sizes(spec: ModelSpec, rows: int) -> StepSizes:
     inner = [layer.heads * layer.v_dim for layer in attention] + [shape.inner for shape in gdn]
     columns = [attention_columns(layer) for layer in attention] + [shape.columns for shape in gdn]
     experts = spec.experts
-    n_ff = max(spec.n_ff, 0 if experts is None else experts.n_shared)   # of a part that all rows take
+    n_ff = max(spec.n_ff, 0 if experts is None else experts.n_shared)   # of the part that all rows take
     return StepSizes(
         rows=rows,
         n_embd=spec.n_embd,
@@ -81,7 +81,7 @@ def step_sizes(spec: ModelSpec, rows: int) -> StepSizes:
         gdn=gdn[0] if gdn else None,
         post_norms=spec.post_norms,
         per_layer_columns=spec.n_layer * spec.n_per_layer,
-        experts=None if experts is None else ExpertSizes(experts.count, experts.used, experts.n_ff, experts.n_shared),
+        experts=None if experts is None else ExpertSizes(experts.count, experts.used, experts.n_ff, n_ff),
     )
 
 

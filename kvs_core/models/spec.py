@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from kvs_core.device.base import Activation, GdnShape, Part
+from kvs_core.device.base import Activation, GdnShape
 from kvs_core.errors import CapabilityError, ModelFileError
 from kvs_core.formats.gguf import GgufFile
 from kvs_core.models.rope import LONG_DIVISORS, SHORT_DIVISORS, RopeSpec
@@ -84,7 +84,7 @@ class ExpertSpec:
 class ModelSpec:
     """A model's sizes.
 
-    n_ff             width of the feed-forward part that all rows take; 0 in a mixture of experts
+    n_ff             width of the feed-forward part that all rows take; 0 in mixtures of experts without one
     experts          of a mixture of experts, else None
     layers           the trunk, in order
     nextn            layers of the MTP block behind the trunk, at most one; described, not computed by ``forward``
@@ -100,7 +100,6 @@ class ModelSpec:
     logit_softcap    c of c * tanh(logits / c); 0: none
     v_norms          values go through an RMSNorm without weights, per head
     n_per_layer      values of a token's embedding per layer; 0: none
-    dense_beside     experts have a dense feed-forward part beside them
     """
 
     arch: str
@@ -125,13 +124,6 @@ class ModelSpec:
     experts: ExpertSpec | None = None
     v_norms: bool = False
     n_per_layer: int = 0
-    dense_beside: bool = False
-
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        """What not every device computes."""
-        own = {Part.PER_LAYER: self.n_per_layer > 0, Part.DENSE_BESIDE: self.dense_beside}
-        return tuple(part for part, has in own.items() if has)
 
     @property
     def n_layer(self) -> int:

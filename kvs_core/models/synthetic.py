@@ -150,7 +150,8 @@ SHAPES: Mapping[str, Shape] = MappingProxyType({
     "gemma3-27b": Shape(
         gemma3.ARCH, "qwen2", 62, 5376, 21504, 32, 16, 128, 262144, 131072, 1e6, sliding=Sliding(1024, 6, 8.0)
     ),
-    # Gemma 4 26B-A4B and 31B, their text alone, from GGUF logs.
+    # Gemma 4 26B-A4B and 31B, their text alone, from GGUF logs. Assumed: the eps of the norms, the trained context, for
+    # the 26B-A4B that of six layers one sees everything, and gates and ups of experts in two tensors.
     "gemma4-26b-a4b": Shape(
         gemma4.ARCH, "qwen2", 30, 2816, 2112, 16, 2, 512, 262144, 262144, 1e6,
         two=TwoShapes(1024, 6, 8, 256, values=False), mixture=Mixture(128, 8, 704),

@@ -15,7 +15,6 @@ import pytest
 from kvs_core.demo import DEMO_MODEL
 from kvs_core.engine.round import generate
 from kvs_core.engine.session import Session
-from kvs_core.errors import CapabilityError
 from kvs_core.formats.gguf import GgufFile
 from kvs_core.formats.tokenizer import Tokenizer
 from kvs_core.memory.phases import Phase
@@ -29,7 +28,6 @@ from tests.engine.tiny import engine, kv_settings, text
 from tests.engine.written import FOR_LONG
 from tests.sampling.vocabs import LetterVocab
 from tests.support.compare import log_probs
-from tests.support.tiny_gguf import ROUTED, Gemma4, write_tiny_gemma4
 
 PREFILL, DECODE = Phase.PREFILL, Phase.DECODE
 HARBOUR = Path(__file__).parents[1] / "data" / "harbour.txt"
@@ -317,15 +315,6 @@ def test_every_arch_has_the_hosts_log_probabilities(machine: Machine, models: di
     distance = np.abs(log_probs(outcome[0]) - log_probs(outcome[1]))
     assert distance.max() <= LARGEST
     assert distance.mean() <= MEAN
-
-
-def test_experts_beside_a_dense_part_are_refused(machine: Machine, tmp_path: Path) -> None:
-    """Before a weight is loaded, in one line."""
-    path = write_tiny_gemma4(tmp_path / "model.gguf", seed=1, more=Gemma4(experts=ROUTED))
-    with pytest.raises(CapabilityError, match=r"beside them have no kernels on .*; use --device cpu$"), engine(
-        path, kv=kv_settings(), device=machine.device
-    ):
-        pass
 
 
 def test_nothing_is_allocated_behind_ready(machine: Machine, models: dict[str, Path]) -> None:

@@ -19,9 +19,9 @@ from tests.engine.rounds import Left, Played, Round, play_rounds
 from tests.engine.test_cuda_engine import LARGEST, MEAN, decode, prefill
 from tests.engine.tiny import engine, kv_settings, text
 from tests.support.compare import log_probs
-from tests.support.tiny_gguf import Experts, write_tiny_qwen3moe, write_tiny_qwen35moe
+from tests.support.tiny_gguf import Experts, Gemma4, write_tiny_gemma4, write_tiny_qwen3moe, write_tiny_qwen35moe
 
-ARCHS = ["qwen3moe", "qwen35moe"]
+ARCHS = ["qwen3moe", "qwen35moe", "gemma4"]
 
 
 @pytest.fixture(scope="module", params=MACHINES)
@@ -32,7 +32,8 @@ def machine(request: pytest.FixtureRequest) -> Machine:
 
 @pytest.fixture(scope="module")
 def models(machine: Machine, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Records and more experts than a group has rows; float32 rows, a shared expert, joined gates, and an MTP block."""
+    """Records and more experts than a group has rows; float32 rows, a shared expert, joined gates, and an MTP block;
+    a dense part beside experts, in layers of two shapes."""
     folder = tmp_path_factory.mktemp("experts")
     small: dict[str, Any] = {"embd": 32, "heads": 2, "kv_heads": 1, "head_dim": 64}
     sizes: dict[str, Any] = machine.choose(small, {})
@@ -44,6 +45,14 @@ def models(machine: Machine, tmp_path_factory: pytest.TempPathFactory) -> dict[s
         "qwen35moe": write_tiny_qwen35moe(
             folder / "qwen35moe.gguf", seed=1, n_layer=2, experts=Experts(count=5, used=2, shared=32, joined=True),
             **ssm, **sizes,
+        ),
+        "gemma4": write_tiny_gemma4(
+            folder / "gemma4.gguf", seed=5, weight_type="q8_0", window=40, pattern=(False, True, False),
+            more=Gemma4(values=False, experts=Experts(count=12, used=5, joined=True), spread=2.0),
+            **machine.choose(
+                {"embd": 32, "heads": 2, "kv_heads": (1, 1), "head_dims": (32, 64), "ffn": 64},
+                {"head_dims": (256, 512)},
+            ),
         ),
     }
 
@@ -69,20 +78,22 @@ def test_experts_have_the_hosts_log_probabilities(machine: Machine, models: dict
 
 @pytest.mark.parametrize("model", ARCHS)
 def test_bits_of_experts_do_not_depend_on_residency(machine: Machine, models: dict[str, Path], model: str) -> None:
-    """Logits from the least pool are those of a resident run, bit for bit, and nothing is allocated behind ready."""
+    """Logits from the least pool are those of a resident run, bit for bit, and nothing is allocated behind ready; with
+    two pools in window mode too."""
     outcome, ubatch = [], machine.choose(32, 64)
-    for pool in (None, 0.0):
+    windows = kv_settings(residency_mode="window", window_tokens=64, run_pages=3)
+    told = [(kv_settings(), None), (kv_settings(), 0.0)] + ([(windows, 0.0)] if model == "gemma4" else [])
+    for kv, pool in told:
         runtime = machine.runtime()
         with engine(
-            models[model], kv=kv_settings(), pool=pool, fixed=True, ubatch=ubatch,
-            device=partial(machine.device, runtime),
+            models[model], kv=kv, pool=pool, fixed=True, ubatch=ubatch, device=partial(machine.device, runtime)
         ) as built:
             ready = runtime.allocations
             script = prefill(machine.choose(200, 400), ubatch) + decode(1, 3) + prefill(9) + decode(3, 8)
             outcome.append(play(built, script, rows=8))
             assert (built.report().h2d_bytes > 0) == (pool is not None)
             assert runtime.allocations == ready
-    assert outcome[0] == outcome[1]
+    assert all(logits == outcome[0] for logits in outcome[1:])
 
 
 @pytest.mark.parametrize("model", ARCHS)
@@ -102,14 +113,19 @@ def test_rows_of_experts_do_not_depend_on_their_number(machine: Machine, models:
             assert together.tobytes() == np.concatenate(alone).tobytes(), width
 
 
-def test_wide_steps_of_experts_leave_what_single_rows_leave(machine: Machine, models: dict[str, Path]) -> None:
-    """Steps in tiles, and the MTP block's drafts with its own experts: the kept rows alone, one at a time, leave the
-    same."""
-    rounds = [Round("", 1, machine.choose(9, 65), 8), Round("next", 1, 2, 1)]
+@pytest.mark.parametrize(
+    ("model", "drafting"), [("qwen35moe", Drafting(nextn=True)), ("gemma4", Drafting(resident=True))]
+)
+def test_wide_steps_of_experts_leave_what_single_rows_leave(
+    machine: Machine, models: dict[str, Path], model: str, drafting: Drafting
+) -> None:
+    """Steps in tiles, and drafts of the MTP block with its own experts or of the model itself: the kept rows alone, one
+    at a time, leave the same."""
+    rounds = [Round("", 1, machine.choose(9, 65), 8), Round("next" if drafting.nextn else "resident", 1, 2, 1)]
     outcome, played = [], [Played(), Played()]
     for shown, wide in zip(played, (True, False), strict=True):
         with engine(
-            models["qwen35moe"], kv=kv_settings("f32", "f32"), drafting=Drafting(nextn=True),
+            models[model], kv=kv_settings("f32", "f32"), drafting=drafting,
             ubatch=machine.choose(16, 72), device=machine.device,
         ) as built:
             outcome.append(

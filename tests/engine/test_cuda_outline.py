@@ -14,11 +14,14 @@ from kvs_core.models.registry import ARCHS
 from kvs_core.units import Progress
 from tests.cuda_on_cpu.cpu_runtime import CpuRuntime
 from tests.engine.tiny import engine, kv_settings
+from tests.support.tiny_gguf import ROUTED, Gemma4, write_tiny_gemma4
+
+MIXTURE = "gemma4 with experts"
 
 
-@pytest.mark.parametrize("arch", sorted(ARCHS))
+@pytest.mark.parametrize("model", [*sorted(ARCHS), MIXTURE])
 def test_the_outline_names_the_kernels_of_the_model(
-    arch: str, tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    model: str, tiny_models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All of them and no other, besides those that repack weights; and nothing is held for it."""
     runtime = CpuRuntime()
@@ -39,8 +42,12 @@ def test_the_outline_names_the_kernels_of_the_model(
     before = runtime.allocations
     device = CudaDevice(runtime)
     made = runtime.allocations - before
-    nextn = arch.startswith("qwen35")
-    with engine(tiny_models[arch], kv=kv_settings("f16", "f16"), device=lambda: device, drafting=Drafting(nextn=nextn)):
+    nextn = model.startswith("qwen35")
+    if model == MIXTURE:
+        path = write_tiny_gemma4(tmp_path / "model.gguf", seed=2, more=Gemma4(experts=ROUTED))
+    else:
+        path = tiny_models[model]
+    with engine(path, kv=kv_settings("f16", "f16"), device=lambda: device, drafting=Drafting(nextn=nextn)):
         repacking = [kernel for kernel in begun if kernel.source == "repack.cu"]
         assert begun == [*repacking, *prepared]
         assert prepared

@@ -18,9 +18,10 @@ from tests.engine.out_of_order import OutOfOrder
 from tests.engine.rounds import Left, Played, Round, play_rounds
 from tests.engine.tiny import engine, kv_settings
 from tests.engine.written import LONG
-from tests.support.tiny_gguf import write_tiny_qwen35
+from tests.support.tiny_gguf import ROUTED, Gemma4, write_tiny_gemma4, write_tiny_qwen35
 
 IN_ORDER, AHEAD = Machine(on_gpu=False), Machine(on_gpu=False, ahead=True)
+BOTH, ONE = Drafting(nextn=True, resident=True), Drafting(resident=True)
 
 
 @pytest.fixture(scope="module")
@@ -33,13 +34,14 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def played_on(
-    device: Callable[[], CudaDevice], path: Path, prompt: int, rounds: Sequence[Round], gpu_layers: int | None
+    device: Callable[[], CudaDevice], path: Path, prompt: int, rounds: Sequence[Round], gpu_layers: int | None,
+    drafting: Drafting = BOTH,
 ) -> tuple[Played, Left]:
     """What the rounds show, and what they leave."""
     played = Played()
     with engine(
-        path, kv=kv_settings("f32", "f32"), pool=0.6, fixed=True, drafting=Drafting(nextn=True, resident=True),
-        ubatch=32, device=device, gpu_layers=gpu_layers,
+        path, kv=kv_settings("f32", "f32"), pool=0.6, fixed=True, drafting=drafting, ubatch=32, device=device,
+        gpu_layers=gpu_layers,
     ) as built:
         token = play_rounds(built, prompt, rounds, 3, drafting=True, played=played)
         return played, Left.by(built, token)
@@ -58,6 +60,19 @@ def test_kernels_that_run_ahead_change_no_bit(path: Path) -> None:
         assert played.widths == [17], "tiles at 60, 68 and 76: the first one writes to the page before the others"
         assert played.logits == expected.logits
         left.check(expected_left)
+
+
+def test_experts_that_run_ahead_change_no_bit(tmp_path: Path) -> None:
+    """The same of experts beside a dense part."""
+    path = write_tiny_gemma4(
+        tmp_path / "gemma4.gguf", seed=1, weight_type="q8_0", pattern=(False, False), embd=32, heads=2, kv_heads=(1, 1),
+        head_dims=(32, 64), ffn=32, more=Gemma4(experts=ROUTED),
+    )
+    rounds = [Round("resident", 1, 2, 1), Round("", 1, 9, 9)]
+    expected, expected_left = played_on(IN_ORDER.device, path, 9, rounds, None, ONE)
+    played, left = played_on(AHEAD.device, path, 9, rounds, None, ONE)
+    assert played.logits == expected.logits
+    left.check(expected_left)
 
 
 @pytest.mark.skipif(not LONG, reason="with KVS_TEST_LONG=1 alone")

@@ -9,15 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvs_core.device.base import Activation, Capabilities, Part
+from kvs_core.device.base import Activation, ExpertSizes
 from kvs_core.engine.pages import Pages
 from kvs_core.errors import CapabilityError, ModelFileError
 from kvs_core.formats.gguf import GgufFile
 from kvs_core.formats.tokenizer import Tokenizer
-from kvs_core.models.model import forward_buffers
+from kvs_core.models.model import forward_buffers, step_sizes
 from kvs_core.models.registry import read_spec
 from kvs_core.models.spec import LayerKind, LayerSpec
-from kvs_core.paging.geometry import KvType
 from kvs_core.settings.rooms import KvSettings
 from tests.models.test_spec import with_keys, with_tensors
 from tests.support import llamacpp
@@ -69,15 +68,13 @@ def test_layers_without_keys_read_the_last_ones_of_their_kind(file: GgufFile) ->
     assert spec.n_reads == 6
 
 
-def test_what_the_arch_itself_says(file: GgufFile, mixture: GgufFile) -> None:
+def test_what_the_arch_itself_says(file: GgufFile) -> None:
     """Factors, activation and norms stand in no key; logits are capped at 30 where the file does not say."""
     spec = read_spec(file)
     assert (spec.activation, spec.post_norms, spec.v_norms) == (Activation.GELU, True, True)
     assert (spec.embedding_factor, spec.attention_scale) == (sqrt(64), 1.0)
     caps = [read_spec(with_keys(file, final_logit_softcapping=cap)).logit_softcap for cap in (5.0, 0.0, None)]
     assert caps == [5.0, 0.0, 30.0]
-    assert spec.parts == (Part.PER_LAYER,)
-    assert read_spec(mixture).parts == (Part.DENSE_BESIDE,)
 
 
 def test_positions_of_both_kinds_of_layers(file: GgufFile) -> None:
@@ -93,7 +90,8 @@ def test_a_mixture(mixture: GgufFile) -> None:
     spec = read_spec(mixture)
     assert spec.experts is not None
     assert (spec.experts.count, spec.experts.used, spec.experts.n_ff, spec.experts.joined) == (6, 2, 32, True)
-    assert (spec.n_ff, spec.dense_beside) == (96, True)
+    assert spec.n_ff == 96
+    assert step_sizes(spec, 8).experts == ExpertSizes(count=6, used=2, n_ff=32, n_beside=96)
 
 
 @pytest.mark.parametrize(
@@ -148,17 +146,6 @@ def test_two_shapes_are_two_pools_and_no_more() -> None:
     for layers in ([layer(0, 2, 64), layer(0, 1, 128)], [layer(80, 2, 64), layer(80, 1, 64), layer(0, 1, 128)]):
         with pytest.raises(CapabilityError, match="2 different KV shapes"):
             Pages.of(layers, kv)
-
-
-@pytest.mark.parametrize("part", Part)
-def test_a_device_without_a_part_says_so(part: Part) -> None:
-    """Before a weight is loaded, in one line."""
-    types = frozenset({(KvType.F16, KvType.F16)})
-    capable = Capabilities("a gpu", types, None, 8)
-    geometry = Pages.of([layer(0, 1, 64)], KvSettings(type_k="f16", type_v="f16")).shared
-    capable.check(geometry)
-    with pytest.raises(CapabilityError, match=f"{part.value} have no kernels on a gpu; use --device cpu"):
-        capable.check(geometry, [part])
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,6 @@ def test_gemma4_models_have_their_sizes(
     assert {layer.window for layer in spec.layers} == {0, 1024}
     found = spec.experts
     assert (found and (found.count, found.used, found.n_ff)) == experts
-    assert spec.dense_beside == (experts is not None)
     assert spec.rope_sliding is not None
     assert (spec.rope.n_rot, spec.rope_sliding.n_rot, spec.logit_softcap) == (512, 256, 30.0)
     if experts:   # 704 and 2112 are no whole blocks of 256

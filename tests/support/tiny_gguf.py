@@ -352,6 +352,8 @@ class Gemma4:
     values     layers that see everything have a matrix for values
     scaled     layers scale the rows behind them
     experts    beside the dense feed-forward part
+    spread     of the router's logits, beside what other models have: at 2, where several experts are used, the last one
+               counts so little that another in its place makes no difference
     """
 
     shared: int = 0
@@ -359,6 +361,7 @@ class Gemma4:
     values: bool = True
     scaled: bool = True
     experts: Experts | None = None
+    spread: float = 1.0
 
 
 def write_tiny_gemma4(
@@ -439,7 +442,7 @@ def _put_gemma4_block(
     if more.experts:
         put.experts(block, embd, more.experts)
         # The router's input is divided by sqrt(E).
-        put.plain(f"{block}.ffn_gate_inp.scale", put.rng.normal(1.0, 0.1, embd) * np.sqrt(embd))
+        put.plain(f"{block}.ffn_gate_inp.scale", put.rng.normal(1.0, 0.1, embd) * np.sqrt(embd) * more.spread)
         put.norm(f"{block}.ffn_down_exps.scale", more.experts.count)
         for name in ("pre_ffw_norm_2", "post_ffw_norm_1", "post_ffw_norm_2"):
             put.norm(f"{block}.{name}.weight", embd)

@@ -19,7 +19,6 @@ from kvs_core.device.base import (
     GdnState,
     GdnWeights,
     MixtureWeights,
-    Part,
     PerLayerWeights,
     RopeTable,
     StepInputs,
@@ -91,7 +90,6 @@ class CudaOps:
             kv_pairs=frozenset(itertools.product(KvType, KvType)),
             head_dims=frozenset(range(_LEAST_HEAD_DIM, _MOST_HEAD_DIM + 1, 16)) | wide,
             max_decode_rows=MAX_ROWS,
-            parts=frozenset({Part.PER_LAYER}),
         )
 
     def page_order(self, geometry: PageGeometry) -> PageOrder:
@@ -206,8 +204,8 @@ class CudaOps:
         self._experts.add(x, norm, weights, eps=eps, phase=phase)
 
     def add_mixture(self, x: Buffer, weights: MixtureWeights, *, eps: float, phase: Phase) -> None:
-        """See ``Ops.add_mixture``. There are no kernels for it, as ``capabilities`` says."""
-        raise AssertionError("experts beside a dense feed-forward on a device that refuses them")
+        """See ``Ops.add_mixture``."""
+        self._experts.add_mixture(x, weights, eps=eps, phase=phase)
 
     def per_layer_inputs(self, x: Buffer, weights: PerLayerWeights, out: Buffer, *, eps: float, phase: Phase) -> None:
         """See ``Ops.per_layer_inputs``."""

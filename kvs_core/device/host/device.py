@@ -25,7 +25,6 @@ from kvs_core.device.base import (
     Counters,
     GdnShape,
     Ops,
-    Part,
     PassingWeight,
     RopeTable,
     StepInputs,
@@ -103,7 +102,6 @@ class HostDevice:
             kv_pairs=frozenset(itertools.product(KvType, KvType)),
             head_dims=None,
             max_decode_rows=_PROBE_ROWS,
-            parts=frozenset(Part),
         )
         self._debug = debug or HostDebug()
         self._compute, self._copy, self._publish = ComputeStream(), CopyStream("copy"), CopyStream("publish")

@@ -1,11 +1,13 @@
 """Launchers of ``experts.cu``, ``experts_records.cu`` and ``experts_rows.cu``: a mixture of experts.
 
-Each line one launch, but for the router's product and the shared expert's, which are those of any other matrix:
+Each line one launch, but for the products of the router and of what all rows take, which are those of any other
+matrix:
 
     x ──add_quant──  x * norm ──router──  logits ──choose──  experts of each row, by number, and their shares
     PREFILL          ──group──  slots of each expert in groups of up to 8
     x * norm         ──product──  activation(gate) * up of each slot       (or gates and ups, then ──swiglu──)
                      ──quant──  ──product──  rows of each slot ──combine──  x += their weighted sum
+    x  ── a dense part's products ── rows ──mix── with those of the slots, through norms, x += their sum   add_mixture
 
 A slot is one expert of one row. What rows chose stays on the device: grids have room for any choice. In DECODE a row's
 bits do not depend on the others, as each slot is multiplied alone.
@@ -16,10 +18,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from math import sqrt
 
 import numpy as np
 
-from kvs_core.device.base import Activation, Buffer, ExpertWeights, StepSizes
+from kvs_core.device.base import Activation, Buffer, ExpertWeights, MixtureWeights, StepSizes, Weight
 from kvs_core.device.cuda.context import Context
 from kvs_core.device.cuda.kernel import F32, I32, I64, PTR, Kernel, address
 from kvs_core.device.cuda.ops.matmul import DecodeMatmul, Normed, quant_grid
@@ -49,10 +52,12 @@ _GROUP = 8          # slots of a group
 _WARPS = 8          # of experts_records.cu: tiles of a block times warps that share one
 _WAVES = 16         # blocks per multiprocessor that a prefill's products have about
 _EXPERT_BYTES = 12  # of shared memory per expert in choose_experts
+_MIX_THREADS = 512
 
-_CHOOSE = Kernel("experts.cu", "choose_experts", (PTR, I32, I32, PTR, PTR, F32, I32, PTR, PTR, PTR, PTR))
+_CHOOSE = Kernel("experts.cu", "choose_experts", (PTR, I32, I32, F32, PTR, PTR, PTR, F32, I32, PTR, PTR, PTR, PTR))
 _GROUP_SLOTS = Kernel("experts.cu", "group_slots", (PTR, I32, PTR, PTR))
 _COMBINE = Kernel("experts.cu", "combine_experts", (PTR, I32, PTR, PTR, I32, PTR, I32, I32, I32))
+_MIX = Kernel("experts.cu", "mix_experts", (PTR, I32, PTR, PTR, I32, PTR, I32, I32, PTR, PTR, PTR, I32, F32))
 _CHOICE = (PTR, PTR, PTR, PTR, I32)   # ids, order, groups, y and its stride
 
 
@@ -100,12 +105,12 @@ class Experts:
             ("hidden_records", (ceil_div(width, BLOCK), 2, slots, ACT_BYTES), np.uint8),
             ("products", (slots, max(n, 2 * width)), np.float32),
         ]
-        if experts.n_shared:
-            shapes.append(("shared", (rows, experts.n_shared), np.float32))
+        if experts.n_beside:
+            shapes.append(("beside", (rows, experts.n_beside), np.float32))
         if wide:
             shapes += [("order", (slots,), np.int32), ("groups", (_groups(slots, experts.count), 4), np.int32)]
-            if experts.n_shared:
-                shapes.append(("shared_products", (rows, n), np.float32))
+            if experts.n_beside:
+                shapes.append(("beside_products", (rows, n), np.float32))
         return [BufferSpec(f"experts.{name}", shape, dtype) for name, shape, dtype in shapes]
 
     def add(self, x: Buffer, norm: Buffer, weights: ExpertWeights, *, eps: float, phase: Phase) -> None:
@@ -113,20 +118,57 @@ class Experts:
         for first in range(0, len(x), PREFILL_ROWS):
             self._add(x[first : first + PREFILL_ROWS], norm, weights, eps, phase is Phase.PREFILL)
 
+    def add_mixture(self, x: Buffer, weights: MixtureWeights, *, eps: float, phase: Phase) -> None:
+        """See ``Ops.add_mixture``."""
+        for first in range(0, len(x), PREFILL_ROWS):
+            self._add_mixture(x[first : first + PREFILL_ROWS], weights, eps, phase is Phase.PREFILL)
+
     def _add(self, x: Buffer, norm: Buffer, weights: ExpertWeights, eps: float, wide: bool) -> None:
         rows, n = x.shape
-        normed = Normed(self._buffer("records"), self._part("normed", rows, n), self._buffer("sums"))
-        self._matmul.norm_into(x, norm, normed)
+        normed = self._normed(x, norm)
         self._choose(normed, weights, eps, wide)
         products = self._routed(normed, weights, wide)
-        shared = self._shared(x, norm, weights, eps, wide)
+        shared: tuple[Buffer | int, int, int] = (0, 0, 0)
+        if weights.shared_gate_up is not None:
+            assert weights.shared_down is not None
+            shared = self._beside(
+                x, norm, weights.shared_gate_up, weights.shared_down, eps, wide, weights.activation
+            )
         self._launch(
             _COMBINE, (ceil_div(n, 512), rows, 1),
             (x, _stride(x), products, self._buffer("shares"), weights.used, *shared, n),
         )
 
-    def _choose(self, normed: Normed, weights: ExpertWeights, eps: float, wide: bool) -> None:
-        """Leave each row's experts and their shares in the scratch; where rows are many, their slots by expert too."""
+    def _add_mixture(self, x: Buffer, weights: MixtureWeights, eps: float, wide: bool) -> None:
+        experts = weights.experts
+        rows, n = x.shape
+        asked = self._normed(x, weights.router_scale)
+        self._choose(asked, experts, eps, wide, logit_scale=1.0 / sqrt(n), gains=weights.expert_scales)
+        products = self._routed(self._normed(x, weights.experts_norm), experts, wide)
+        dense = self._beside(x, weights.norm, weights.gate_up, weights.down, eps, wide, experts.activation)
+        self._context.launcher.launch(
+            _MIX, (rows, 1, 1), _MIX_THREADS,
+            (
+                x, _stride(x), products, self._buffer("shares"), experts.used, *dense, weights.dense_norm,
+                weights.sum_norm, weights.post_norm, n, eps,
+            ),
+            overlap=True,
+        )
+
+    def _normed(self, x: Buffer, norm: Buffer) -> Normed:
+        """x * norm in the scratch, until the next."""
+        normed = Normed(self._buffer("records"), self._part("normed", *x.shape), self._buffer("sums"))
+        self._matmul.norm_into(x, norm, normed)
+        return normed
+
+    def _choose(
+        self, normed: Normed, weights: ExpertWeights, eps: float, wide: bool, *, logit_scale: float = 1.0,
+        gains: Buffer | None = None,
+    ) -> None:
+        """Leave each row's experts and their shares in the scratch; where rows are many, their slots by expert too.
+
+        gains  factors on the shares, by expert
+        """
         router, used = weights.router, weights.used
         assert isinstance(router, CudaWeight)
         rows, n = normed.rows.shape
@@ -137,7 +179,7 @@ class Experts:
         launcher.launch(
             _CHOOSE, (rows, 1, 1), 256,
             (
-                logits, count, used, normed.rows, normed.sums, eps, n,
+                logits, count, used, logit_scale, 0 if gains is None else gains, normed.rows, normed.sums, eps, n,
                 0 if weights.shared_gate is None else weights.shared_gate, ids, self._buffer("shares"),
                 self._buffer("factors"),
             ),
@@ -164,22 +206,19 @@ class Experts:
         self._multiply(down, _Rows(records, hidden, slots, 1), slots, products, wide)
         return products
 
-    def _shared(
-        self, x: Buffer, norm: Buffer, weights: ExpertWeights, eps: float, wide: bool
-    ) -> tuple[Buffer | int, int, int]:
-        """Rows of the shared expert: parts of them, how many, and numbers from one's row to the next."""
-        gate_up, down = weights.shared_gate_up, weights.shared_down
-        if gate_up is None:
-            return 0, 0, 0
+    def _beside(
+        self, x: Buffer, norm: Buffer, gate_up: Weight, down: Weight, eps: float, wide: bool, activation: Activation
+    ) -> tuple[Buffer, int, int]:
+        """Rows of what all take, f(rms(x) * norm): parts of them, how many, and numbers from one's row to the next."""
         assert isinstance(gate_up, CudaWeight)
         assert isinstance(down, CudaWeight)
-        hidden = self._part("shared", len(x), down.n_in)
+        hidden = self._part("beside", len(x), down.n_in)
         if wide:
-            out = self._part("shared_products", *x.shape)
-            self._prefill.project_gated(x, norm, gate_up, hidden, eps=eps, activation=weights.activation)
+            out = self._part("beside_products", *x.shape)
+            self._prefill.project_gated(x, norm, gate_up, hidden, eps=eps, activation=activation)
             self._prefill.multiply(hidden, down, out)
             return out, 1, x.shape[1]
-        self._matmul.project_gated(x, norm, gate_up, hidden, eps=eps, activation=weights.activation)
+        self._matmul.project_gated(x, norm, gate_up, hidden, eps=eps, activation=activation)
         return (self._context.scratch["matmul_parts"], *self._matmul.multiply(hidden, down))
 
     def _gate_up(
@@ -270,8 +309,9 @@ def _stride(rows: Buffer) -> int:
 
 
 def kernels_for(stacks: Iterable[ExpertStack], activation: Activation) -> list[Kernel]:
-    """What a mixture of such experts launches, but for the router and the shared expert."""
-    kernels = dict.fromkeys((_CHOOSE, _GROUP_SLOTS, _COMBINE, QUANT, GATES[activation]))
+    """What a mixture of such experts launches, but for the router and what all rows take; and the end of the other
+    kind of mixture, which is in the same module."""
+    kernels = dict.fromkeys((_CHOOSE, _GROUP_SLOTS, _COMBINE, _MIX, QUANT, GATES[activation]))
     for stack in stacks:
         for part in stack.parts:
             for wide in (False, True):
@@ -285,7 +325,7 @@ def kernels_for(stacks: Iterable[ExpertStack], activation: Activation) -> list[K
 
 def instances(arch: int) -> Iterator[Kernel]:
     """All kernels of the family, the same on every GPU."""
-    yield from (_CHOOSE, _GROUP_SLOTS, _COMBINE)
+    yield from (_CHOOSE, _GROUP_SLOTS, _COMBINE, _MIX)
     for wide in (False, True):
         for quant in RECORD_TYPES:
             for output in Output:
