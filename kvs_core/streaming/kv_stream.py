@@ -288,6 +288,7 @@ class KvStream:
                 if stays and self._pools.has_free(layer):
                     self._pools.assign(PageId(layer, move.page))
             moved = ShiftThrough(self._device, self._history, work).run(layers, moves, self._place)
+            self._device.discard(work)
         for layer, size in enumerate(moved):
             self.streamer.moved[layer] += size
         self.cache.restore(left)

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from kvs_core.device.base import PASSED, AttentionParams, Buffer, Device, Fence
+from kvs_core.device.base import AttentionParams, Buffer, Device, Fence
 from kvs_core.errors import BudgetError
 from kvs_core.paging.geometry import PageGeometry
 from kvs_core.paging.schedule import Run
@@ -71,7 +71,8 @@ class ShiftThrough:
         self._history = history
         self._work = work
         self._page_bytes = 0
-        self._home: tuple[Fence, Fence] = (PASSED, PASSED)   # results of the batch before the last, and of the last
+        begin = device.compute.record()   # behind all that has used the memory
+        self._home: tuple[Fence, Fence] = (begin, begin)   # results of the batch before the last, and of the last
         self._batches = 0
 
     def run(
@@ -88,7 +89,6 @@ class ShiftThrough:
         with ExitStack() as stack:
             for stream in (device.compute, device.publish, device.copy):
                 stack.callback(stream.synchronize)
-            device.copy.wait(device.compute.record())
             return [self._shift(layer, moves, place) for layer in layers]
 
     def _check(self, layers: Sequence[ShiftLayer], moves: Sequence[PageMove]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from kvs_core.device.base import Fence
 from kvs_core.memory.phases import Phase
 from kvs_core.paging import slabs
 from kvs_core.paging.geometry import PageGeometry
+from kvs_core.streaming import shift
 from kvs_core.streaming.history import HostHistory
 from kvs_core.streaming.streamer import Streamer
 from tests.streaming.rig import DECODE_ROWS, LAYERS, PAGE, PLAIN, PREFILL_ROWS, ROTATED, Pools, Rig
@@ -33,6 +35,7 @@ MOVES = st.one_of(
     ),
     st.tuples(st.just("truncate"), st.integers(0, CONTEXT), st.just(0)),
     st.tuples(st.just("publish"), st.just(0), st.just(0)),
+    st.tuples(st.just("shift"), st.integers(0, CONTEXT), st.integers(0, CONTEXT)),
 )
 
 
@@ -58,6 +61,9 @@ def carry_out(rig: Rig, device: TracedDevice, move: Move) -> None:
         step(rig, device, Phase(name.removeprefix("leave ")), first, 0, second)
     elif name == "truncate":
         rig.truncate(min(first, rig.committed))
+    elif name == "shift":
+        keep = min(first, rig.committed)
+        rig.shift(keep, min(second, rig.committed - keep))
     else:
         rig.kv.publish_dirty()
 
@@ -85,6 +91,32 @@ def test_every_access_is_ordered_by_streams_and_fences(
             step(rig, device, Phase.PREFILL, PREFILL_ROWS, min(PREFILL_ROWS, tokens - rig.committed))
         for move in moves:
             carry_out(rig, device, move)
+        rig.publish_all()
+        rig.check_history()
+    finally:
+        rig.close()
+
+
+@settings(max_examples=examples(20))
+@given(
+    geometry=st.sampled_from([ROTATED, PLAIN]), decode=st.floats(0, 1), batch=st.integers(1, 5),
+    tokens=st.integers(1, CONTEXT - 40), keep=st.integers(0, CONTEXT), discard=st.integers(1, CONTEXT),
+    seed=st.integers(0, 999),
+)
+def test_a_shift_is_ordered_too(
+    geometry: PageGeometry, decode: float, batch: int, tokens: int, keep: int, discard: int, seed: int
+) -> None:
+    """In batches of a few pages that take turns in two areas, or in one, while other results stay where they are."""
+    device = TracedDevice(geometry, seed)
+    rig = Rig(geometry, CONTEXT, Pools.between(CONTEXT, 0.3, decode), device)
+    device.committed_tokens = lambda: rig.kv.cache.committed
+    try:
+        rig.prefill(tokens)
+        step(rig, device, Phase.DECODE, 1, 1)
+        with patch.object(shift, "_BATCH_BYTES", batch * geometry.page_bytes):
+            for _ in range(2):
+                carry_out(rig, device, ("shift", keep, discard))
+                step(rig, device, Phase.DECODE, DECODE_ROWS, DECODE_ROWS)
         rig.publish_all()
         rig.check_history()
     finally:

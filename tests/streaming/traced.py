@@ -18,6 +18,7 @@ from kvs_core.device.base import AttentionParams, Buffer, Fence, Stream
 from kvs_core.device.host.device import HostDevice
 from kvs_core.memory.phases import Phase
 from kvs_core.paging.geometry import PageGeometry
+from kvs_core.paging.shift import PageMove
 from kvs_core.paging.spans import LayerPlan, row_spans
 
 Clock = dict[str, int]
@@ -74,10 +75,13 @@ class TracedStream:
 
 
 class TracedDevice(HostDevice):
-    """A host device whose copies are done at once and whose accesses are checked.
+    """A host device whose copies are done at once and whose accesses are checked, those of a device with memory of its
+    own.
 
     committed_tokens  tells the rows that count: a part-filled page on its way home may be written to behind them
     """
+
+    is_host = False
 
     def __init__(self, geometry: PageGeometry, seed: int) -> None:
         super().__init__(1)
@@ -175,6 +179,15 @@ class _TracedOps:
     ) -> None:
         self._device.access("compute", reads=_slots(pool, [plan.slots[page] for page in pages]))
         self._ops.attend_prefill(q, params, pool, geometry, plan, pages, running, fresh=fresh)
+
+
+    def shift_rows(
+        self, page: Buffer, sources: Sequence[Buffer], params: AttentionParams, geometry: PageGeometry, move: PageMove
+    ) -> None:
+        read, written = ([int(each.ctypes.data) for each in pages] for pages in (sources, [page]))
+        assert written[0] not in read
+        self._device.access("compute", reads=read, writes=written, first_row=move.row)
+        self._ops.shift_rows(page, sources, params, geometry, move)
 
 
 def _slots(pool: Buffer, slots: Sequence[int]) -> list[int]:
