@@ -104,7 +104,7 @@ class TracedDevice(HostDevice):
         assert dst.nbytes % self._geometry.page_bytes == 0
         self.copies += 1
         rows = self.committed_tokens() % self._geometry.page_tokens if stream is self.publish else 0
-        self.access(stream.name, reads=self._places(src), writes=self._places(dst), read_rows=rows)
+        self.access(stream.name, reads=self.places(src), writes=self.places(dst), read_rows=rows)
         np.copyto(dst, src)
 
     def discard(self, buffer: Buffer) -> None:
@@ -137,7 +137,8 @@ class TracedDevice(HostDevice):
             assert place in self._writes, f"{stream} reads a place that was never written"
             self._reads.setdefault(place, {})[stream, read_rows] = count
 
-    def _places(self, buffer: Buffer) -> list[int]:
+    def places(self, buffer: Buffer) -> list[int]:
+        """Where its pages begin; of larger ones as many parts."""
         first = int(buffer.ctypes.data)
         return list(range(first, first + buffer.nbytes, self._geometry.page_bytes))
 
@@ -184,9 +185,8 @@ class _TracedOps:
     def shift_rows(
         self, page: Buffer, sources: Sequence[Buffer], params: AttentionParams, geometry: PageGeometry, move: PageMove
     ) -> None:
-        read, written = ([int(each.ctypes.data) for each in pages] for pages in (sources, [page]))
-        assert written[0] not in read
-        self._device.access("compute", reads=read, writes=written, first_row=move.row)
+        places = self._device.places
+        self._device.access("compute", reads=[place for each in sources for place in places(each)], writes=places(page))
         self._ops.shift_rows(page, sources, params, geometry, move)
 
 
