@@ -11,13 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvs_core.device.host.device import HostDebug, HostDevice
+from kvs_core.device.host.device import HostDebug
 from kvs_core.errors import BudgetError, DeviceError
 from kvs_core.memory.phases import Phase
 from kvs_core.paging.geometry import PageGeometry
 from kvs_core.paging.shift import plan_shift
 from kvs_core.streaming import shift
 from kvs_core.streaming.history import HostHistory
+from tests.streaming.apart import ApartDevice
 from tests.streaming.rig import DECODE_ROWS, LAYERS, PAGE, PLAIN, ROTATED, Pools, Rig
 from tests.streaming.test_failures import FailingDevice, InjectedError, within
 from tests.support.examples import examples
@@ -25,14 +26,8 @@ from tests.support.examples import examples
 CONTEXT = 24 * PAGE
 
 
-class ApartDevice(HostDevice):
-    """A host device that is used like one with memory of its own."""
-
-    is_host = False
-
-
 class FailingApartDevice(FailingDevice):
-    """One of which a call fails; those of ``shift_rows`` count too."""
+    """An ``ApartDevice`` of which a call fails; those of ``shift_rows`` count too."""
 
     is_host = False
 
