@@ -252,7 +252,7 @@ def run_tests(path: str) -> str:
     if not path:
         about = [
             "tests/ops", about[1], "tests/engine/test_cuda_engine.py", "tests/engine/test_cuda_experts.py",
-            "tests/device/test_cuda_device.py",
+            "tests/engine/test_cuda_context_shift.py", "tests/device/test_cuda_device.py",
         ]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", "-n", "6",
                "--dist", "loadfile", "-k", "cuda", *about]

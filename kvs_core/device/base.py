@@ -24,6 +24,7 @@ from kvs_core.errors import CapabilityError
 from kvs_core.formats.gguf import TensorInfo
 from kvs_core.memory.phases import Phase
 from kvs_core.paging.geometry import KvType, PageGeometry
+from kvs_core.paging.shift import PageMove
 from kvs_core.paging.spans import LayerPlan
 from kvs_core.units import Progress
 
@@ -587,15 +588,13 @@ class Ops(Protocol):
         ...
 
     def shift_rows(
-        self, pages: Sequence[np.ndarray], params: AttentionParams, geometry: PageGeometry, *, keep: int, discard: int,
-        tokens: int,
+        self, page: Buffer, sources: Sequence[Buffer], params: AttentionParams, geometry: PageGeometry, move: PageMove
     ) -> None:
-        """Drop the rows [keep, keep + discard) of an attention layer, and move those behind them down, in the history.
+        """Move rows of ``sources`` into ``page`` as ``move`` says, with the bits of the host's op on every device.
 
-        pages   all of the layer that hold ``tokens`` rows, uint8 [page_bytes] each, in host memory. No copy from or to
-                them may be on its way.
-        A key that moves is turned back by ``discard`` positions and stored anew; a value's bytes are moved. Blocks.
-        Rows below ``keep``, and those from ``tokens - discard`` on, stay as they are.
+        Keys are turned by the positions that ``Device.begin_shift`` was told, and stored anew; values' bytes are moved.
+        page, sources  uint8 [page_bytes] each; the page may be one of the sources only where the device is the host
+        The caller has waited for ready of all of them; it records consumed after this call.
         """
         ...
 
@@ -827,6 +826,11 @@ class Device(ModelDevice, Protocol):
 
     def use_tile(self, index: int) -> None:
         """The tile that the ops from here on belong to."""
+        ...
+
+    def begin_shift(self, attention: Sequence[AttentionParams], positions: int) -> None:
+        """``Ops.shift_rows`` turns keys of these layers by so many positions from now until the next step. Blocks.
+        """
         ...
 
     def reserve_steps(self, layers: int, pages: int, max_rows: int) -> None:

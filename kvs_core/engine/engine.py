@@ -15,9 +15,7 @@ Leaving the block without ``settle`` drops the step's rows. One sequence at a ti
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -228,7 +226,7 @@ class Engine:
     def shift(self, keep: int, discard: int) -> None:
         """Drop the rows of the tokens [keep, keep + discard), and move those behind them down. Blocks; between steps.
 
-        Keys are turned to their new positions in the history; what stays on the device comes back with the next step.
+        Keys are turned to their new positions, on the device if it has memory of its own.
         If it fails, ``rewind(0)`` has to come first.
         """
         tokens = self.committed
@@ -237,13 +235,8 @@ class Engine:
         self._kv.drain()
         self._captured.forget()
         self.rewind(0)
-        count = self.geometry.pages_of(tokens)
-        shift = partial(self._device.ops.shift_rows, keep=keep, discard=discard, tokens=tokens)
-        pages = [[self._kv.room_for(layer, page) for page in range(count)] for layer in range(self._kv.layers)]
         own = [params for params in self._model.attention if not params.shares]   # in the order of the cache's layers
-        with ThreadPoolExecutor(os.cpu_count(), "kvs-shift") as threads:
-            list(threads.map(shift, pages, own, self._kv.geometries))
-        self._kv.restore(tokens - discard)
+        self._kv.shift(own, keep=keep, discard=discard, tokens=tokens)
         self._be_at(Checkpoint(StateSnapshot(tokens - discard, {}), None))
 
     def checkpoint(self) -> Checkpoint:

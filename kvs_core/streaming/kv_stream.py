@@ -12,16 +12,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import product
 from operator import mul
 
 import numpy as np
 
-from kvs_core.device.base import Buffer, Device, Fence
+from kvs_core.device.base import AttentionParams, Buffer, Device, Fence
 from kvs_core.errors import BudgetError, DeviceError
 from kvs_core.memory.phases import Phase
 from kvs_core.paging.cache import LogicalCache
 from kvs_core.paging.geometry import GROUP_PAGES, PageGeometry
 from kvs_core.paging.residency import Observation, ResidencyConfig, ResidencyState, residency_step
+from kvs_core.paging.shift import PageMove, plan_shift
 from kvs_core.paging.slots import PageId
 from kvs_core.paging.spans import Chunk
 from kvs_core.streaming.history import HostHistory, ParkedHistory
@@ -31,6 +33,7 @@ from kvs_core.streaming.pace import Advice, Pace
 from kvs_core.streaming.plans import Lie, StepPlans
 from kvs_core.streaming.pools import Pools
 from kvs_core.streaming.publisher import Publisher
+from kvs_core.streaming.shift import ShiftLayer, ShiftThrough, shift_in_place, work_bytes
 from kvs_core.streaming.streamer import Streamer
 
 _MOST_LENT = 2      # a half of the pool is the most that is lent
@@ -244,11 +247,57 @@ class KvStream:
         assert self._step is None
         self._forget_ring()
         self.cache.restore(tokens)
+        self._expect(tokens)
+
+    def _expect(self, tokens: int) -> None:
+        """The history will hold that many; nothing is on the device."""
         self._pages = self.geometry.pages_of(tokens)
         # Where nothing is resident yet, cuts say that everything is streamed: the policy then takes back what fits.
         cut = tokens // self.geometry.page_tokens // GROUP_PAGES * GROUP_PAGES
         self._state = replace(self._state, cuts=(cut,) * self.layers)
         self.plans.forget()
+
+    def shift(self, attention: Sequence[AttentionParams], *, keep: int, discard: int, tokens: int) -> None:
+        """Drop the rows [keep, keep + discard) and move those behind them down. Blocks; between steps.
+
+        attention  of each layer whose rows are stored, in order
+        The cache is empty, and the history still holds all of ``tokens`` rows. If this fails, ``truncate(0)`` has to
+        come next, and the rows are lost.
+        """
+        assert self._step is None
+        assert self.cache.committed == 0, self.cache.committed
+        self._forget_ring()
+        layers = [ShiftLayer(*each) for each in zip(range(self.layers), self.geometries, attention, strict=True)]
+        moves, left = plan_shift(keep, discard, tokens, self.geometry.page_tokens), tokens - discard
+        self._device.begin_shift(attention, -discard)
+        if self._device.is_host or not moves:
+            shift_in_place(self._device, self._history, layers, moves)
+            self.restore(left)
+        else:
+            self._shift_through(layers, moves, left)
+
+    def _shift_through(self, layers: Sequence[ShiftLayer], moves: Sequence[PageMove], left: int) -> None:
+        """Through slots that are free; pages that are to be resident stay, as far as slots are left for them."""
+        self._expect(left)
+        pool_slots = self._pools.shared.pool_slots
+        self._state = self._decide(pool_slots, left, self._pages, starved=False)
+        streamed, firsts = [self._config.streamed(cut) for cut in self._state.cuts], self._firsts
+        with self._pools.borrow(work_bytes(layers)) as work:
+            for move, layer in product(reversed(moves), range(self.layers)):   # the newest first
+                stays = move.page >= firsts[layer] and move.page not in streamed[layer]
+                if stays and self._pools.has_free(layer):
+                    self._pools.assign(PageId(layer, move.page))
+            moved = ShiftThrough(self._device, self._history, work).run(layers, moves, self._place)
+            self._device.discard(work)
+        for layer, size in enumerate(moved):
+            self.streamer.moved[layer] += size
+        self.cache.restore(left)
+        self._apply(self._state, pool_slots, self._pages)
+
+    def _place(self, layer: int, page: int) -> Buffer | None:
+        """The bytes of a page, if it is resident."""
+        place = PageId(layer, page)
+        return self._pools.bytes_of(place) if self._pools.holds(place) else None
 
     def room_for(self, layer: int, page: int) -> np.ndarray:
         """The history's memory for a page that ``restore`` is to find there, uint8 [page_bytes]."""

@@ -10,9 +10,11 @@ that no context changes; where their pages have another shape, they lie in a poo
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from kvs_core.device.base import Buffer
 from kvs_core.paging.slots import PageId, PageTable
+from kvs_core.units import ceil_div
 
 
 class Pools:
@@ -82,6 +84,30 @@ class Pools:
     def assign(self, page: PageId) -> int:
         """Make a page resident; returns its slot, in its layer's pool."""
         return self.table(page.layer).assign(page)
+
+    def has_free(self, layer: int) -> bool:
+        """Whether one more page of that layer can be made resident."""
+        table = self.table(layer)
+        return len(table) < table.pool_slots - table.ring_slots
+
+    @contextmanager
+    def borrow(self, size_bytes: int) -> Iterator[Buffer]:
+        """That many bytes of the larger pool, or all it has, of slots that are none until they are given back: uint8.
+
+        No page is resident when this begins. The ring is given up.
+        """
+        assert len(self) == 0, "pages are resident"
+        table, memory = max(
+            ((table, memory) for table, memory in ((self.shared, self._memory), (self.own, self._own_memory))
+             if memory is not None),
+            key=lambda each: each[0].pool_slots * int(each[1].shape[1]),
+        )
+        slots = min(table.pool_slots, ceil_div(size_bytes, int(memory.shape[1])))
+        table.resize(ring_slots=slots, pool_slots=table.pool_slots)
+        try:
+            yield memory[:slots].reshape(-1)
+        finally:
+            table.resize(ring_slots=0, pool_slots=table.pool_slots)
 
     def release(self, page: PageId) -> Buffer:
         """The page is resident no more; returns the bytes of what was its slot."""

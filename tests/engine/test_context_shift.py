@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -29,12 +30,14 @@ from kvs_core.sampling.chain import Sampler
 from kvs_core.sampling.params import SamplingParams
 from kvs_core.settings.drafters import SpeculativeSettings
 from kvs_core.settings.rooms import ContextSettings, KvSettings, LayerWindow, RopeSettings
+from kvs_core.streaming import shift
 from tests.engine.compare import session
 from tests.engine.test_exact import hostile
 from tests.engine.test_speculation import NONE, speculative
 from tests.engine.tiny import engine, kv_settings, text
 from tests.engine.written import FOR_LONG, LONG
 from tests.sampling.vocabs import LetterVocab
+from tests.streaming.apart import ApartDevice
 from tests.support import llamacpp
 from tests.support.compare import log_probs
 from tests.support.tiny_gguf import (
@@ -96,13 +99,14 @@ cuts = st.lists(st.builds(Cut, st.integers(0, 40), st.integers(0, 350), st.integ
 @given(
     model=st.sampled_from(ATTENTION_ONLY), types=st.sampled_from(KV_PAIRS), cuts=cuts, pool=st.floats(0.0, 0.3),
     fixed=st.booleans(), ring=st.integers(0, 12), run_pages=st.integers(0, 9), windows=st.booleans(),
-    seed=st.integers(0, 1000),
+    apart=st.booleans(), seed=st.integers(0, 1000),
 )
 def test_streamed_and_resident_stay_the_same(
     tiny_models: dict[str, Path], model: str, types: tuple[str, str], cuts: list[Cut], pool: float, fixed: bool,
-    ring: int, run_pages: int, windows: bool, seed: int,
+    ring: int, run_pages: int, windows: bool, apart: bool, seed: int,
 ) -> None:
-    """After shifts anywhere and of any size, logits and the history have the bits of a run that holds every page."""
+    """After shifts anywhere and of any size, logits and the history have the bits of a run that holds every page; where
+    a device has memory of its own too."""
     path = tiny_models[model]
     with engine(path, kv=kv_settings(*types, residency_mode="resident")) as built:
         wanted = play(built, cuts)
@@ -111,10 +115,29 @@ def test_streamed_and_resident_stay_the_same(
         layers = [layer.index for layer in read_spec(GgufFile.open(path)).kv_layers]
         told = tuple(LayerWindow(layer, layer, 33 * layer) for layer in layers)
         others = {"residency_mode": "window", "window_tokens": 64, "window_layers": told}
+    device = partial(ApartDevice if apart else HostDevice, 1, debug=hostile(seed))
     with engine(
-        path, kv=kv_settings(*types, **others), pool=pool, fixed=fixed, lower=True, debug=hostile(seed)
-    ) as built:
+        path, kv=kv_settings(*types, **others), pool=pool, fixed=fixed, lower=True, device=device
+    ) as built, patch.object(shift, "_BATCH_BYTES", 1 + run_pages * built.geometry.page_bytes):
         assert play(built, cuts) == wanted
+
+
+@pytest.mark.parametrize("model", ["gemma4", "llama"])
+@pytest.mark.parametrize("pool", [0.0, None])
+def test_a_device_with_memory_of_its_own_gives_the_same(
+    tiny_models: dict[str, Path], model: str, pool: float | None
+) -> None:
+    """Bits, with layers that slide in a pool of their own too, and positions of pages that are true at once."""
+    script = [Cut(5, 40, 70), Cut(3, 0, 33), Cut(0, 64, 32), Cut(2, 7, 400)]
+    made = []
+    for device in (HostDevice, ApartDevice):
+        with engine(
+            tiny_models[model], kv=kv_settings(), pool=pool, fixed=True,
+            device=partial(device, 1, debug=HostDebug(poison=True)),
+        ) as built, patch.object(shift, "_BATCH_BYTES", 1):
+            assert (built.shapes.sliding is not None) == (model == "gemma4")
+            made.append(play(built, script))
+    assert made[0] == made[1]
 
 
 def one_layer(folder: Path, arch: str) -> Path:
@@ -375,12 +398,15 @@ def test_recurrent_layers_are_refused(tiny_qwen35: Path) -> None:
     device.close()
 
 
-def test_a_shift_that_fails_leaves_an_empty_session(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("device", [HostDevice, ApartDevice])
+def test_a_shift_that_fails_leaves_an_empty_session(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, device: type[HostDevice]
+) -> None:
     """And one that can be used: its next text is that of a fresh one."""
     def fail(*_args: object, **_told: object) -> None:
         raise MemoryError
 
-    with engine(tiny_llama, kv=kv_settings()) as built:
+    with engine(tiny_llama, kv=kv_settings(), device=lambda: device(1)) as built:
         session = Session(built)
         wanted = session.prefill(text(256, 50)).tobytes()
         session.prefill(text(256, 200))

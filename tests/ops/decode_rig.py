@@ -15,13 +15,13 @@ from kvs_core.device.cuda.kernel import address
 from kvs_core.device.cuda.ops.attend_decode import AttendDecode
 from kvs_core.device.cuda.plan import DevicePlan
 from kvs_core.device.cuda.tables import PlanLayout
-from kvs_core.device.host.ops import kv_fragments
 from kvs_core.paging.geometry import GROUP_PAGES, SEGMENT_GROUPS, KvType, PageGeometry, PageOrder, hadamard_block
 from kvs_core.paging.schedule import Run
 from kvs_core.paging.spans import LEAST_SCRATCH_GROUPS, Chunk, LayerPlan, plan_layer
 from kvs_core.units import align_up, ceil_div
 from tests.ops import kv_pages
 from tests.ops.paged import Context, Slots, spoil
+from tests.reference import kv_fragments
 
 LOG2_E = math.log2(math.e)
 

@@ -3,8 +3,8 @@
 import numpy as np
 
 from kvs_core.device.host.ops import kv_codec
-from kvs_core.device.host.ops.kv_fragments import unpack
 from kvs_core.paging.geometry import KvType, PageGeometry, PageOrder
+from tests.reference.kv_fragments import unpack
 
 
 def fragments(kv_heads: int, k_rotation: int = 256, v_rotation: int = 64) -> PageGeometry:

@@ -13,11 +13,12 @@ import numpy as np
 from kvs_core.device.base import AttentionParams
 from kvs_core.device.cuda.kernel import address
 from kvs_core.device.cuda.ops.attend_prefill import AttendPrefill
-from kvs_core.device.host.ops import basic, kv_codec, kv_fragments
+from kvs_core.device.host.ops import basic, kv_codec
 from kvs_core.memory.phases import Phase
 from kvs_core.paging.geometry import KvType, PageGeometry, PageOrder
 from tests.ops import kv_pages
 from tests.ops.paged import POISON
+from tests.reference import kv_fragments
 
 # Keys, values and weights in float16 (2^-11), values about 1 and scores up to about 8, against float64.
 CLOSE = 4e-3

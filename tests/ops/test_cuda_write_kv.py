@@ -14,13 +14,14 @@ from kvs_core.device.cuda.ops.embed import Rope
 from kvs_core.device.cuda.ops.write_kv import LOG2_E, WriteKv
 from kvs_core.device.cuda.plan import DevicePlan
 from kvs_core.device.cuda.tables import PlanLayout
-from kvs_core.device.host.ops import basic, kv_codec, kv_fragments
+from kvs_core.device.host.ops import basic, kv_codec
 from kvs_core.memory.phases import Phase
 from kvs_core.paging.geometry import KvType, PageGeometry, PageOrder, hadamard_block
 from kvs_core.paging.spans import Chunk, LayerPlan
 from kvs_core.units import align_up
 from tests.ops import kv_pages
 from tests.ops.kv_rows import ROWS
+from tests.reference import kv_fragments
 
 POISON = 0xFF
 TYPES = list(KvType)

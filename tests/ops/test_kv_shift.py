@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import tracemalloc
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvs_core.device.base import RopeTable
-from kvs_core.device.host.ops import basic, kv_codec, kv_fragments, kv_shift, kv_write
-from kvs_core.paging.geometry import KvType, PageGeometry, PageOrder, hadamard_block
+from kvs_core.device.host.ops import basic, kv_codec, kv_shift, kv_write
+from kvs_core.paging.geometry import KvType, PageGeometry, hadamard_block
+from kvs_core.paging.shift import plan_shift
 from kvs_core.paging.spans import row_spans
-from tests.ops.kv_pages import fragments
 
 PAGE, HEADS, DIM, PAGES = 32, 2, 64, 5
 TYPES = list(KvType)
@@ -55,7 +53,9 @@ def test_rows_move_as_in_a_flat_cache(data: st.DataObject) -> None:
     rows = tuple(dice.standard_normal((tokens, HEADS, DIM), np.float32) for _ in range(2))
     pages = pages_of((rows[0], rows[1]), geometry, PAGES)
     before, left = pages.copy(), tokens - discard
-    kv_shift.shift_rows(list(pages), geometry, table, keep=keep, discard=discard, tokens=tokens)
+    for move in plan_shift(keep, discard, tokens, PAGE):
+        sources = [pages[source] for source in move.sources]
+        kv_shift.shift_rows(pages[move.page], sources, geometry, table, move, positions=-discard)
 
     keys = flat(kv_codec.encode(k_type, rows[0]), geometry, table, keep, discard)
     values = np.delete(kv_codec.encode(v_type, rows[1]), slice(keep, keep + discard), axis=0)
@@ -67,37 +67,6 @@ def test_rows_move_as_in_a_flat_cache(data: st.DataObject) -> None:
                 place = slice(at, at + size)
                 stored = wanted[position, head] if position < left else before[page, place]
                 np.testing.assert_array_equal(pages[page, place], stored)
-
-
-def test_pages_in_fragment_order_hold_the_same_rows() -> None:
-    """The order of the bytes does not show in the rows; pages before the dropped rows are not written."""
-    here = fragments(2)
-    plain = PageGeometry(256, 2, 256, 256, KvType.Q8_0, KvType.Q4_0, here.k_rotation, here.v_rotation)
-    table = RopeTable(10000.0 ** (-np.arange(0, 256, 2) / 256), False)
-    dice = np.random.default_rng(4)
-    rows = dice.standard_normal((2, 1000, 2, 256), np.float32)
-    pages = pages_of((rows[0], rows[1]), plain, 4)
-    packed = [kv_fragments.pack(page, 2) for page in pages]
-    assert here.order is PageOrder.FRAGMENTS
-    first = packed[0].copy()
-    kv_shift.shift_rows(packed, here, table, keep=300, discard=151, tokens=1000)
-    kv_shift.shift_rows(list(pages), plain, table, keep=300, discard=151, tokens=1000)
-    np.testing.assert_array_equal([kv_fragments.unpack(page, 2) for page in packed], pages)
-    np.testing.assert_array_equal(packed[0], first)
-
-
-def test_few_pages_are_held_at_a_time() -> None:
-    """Of pages in another order only those in work are copied, however many a layer has."""
-    here = fragments(1)
-    table = RopeTable(10000.0 ** (-np.arange(0, 256, 2) / 256), False)
-    pages = list(np.zeros((64, here.page_bytes), np.uint8))
-    tracemalloc.start()
-    try:
-        kv_shift.shift_rows(pages, here, table, keep=4, discard=8000, tokens=64 * 256)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert peak < 28 * here.page_bytes
 
 
 @pytest.mark.parametrize("interleaved", [True, False])

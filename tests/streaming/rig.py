@@ -11,7 +11,7 @@ import numpy as np
 
 from kvs_core.device.base import AttentionParams, AttentionRows, RopeTable, StepInputs
 from kvs_core.device.host.device import HostDebug, HostDevice
-from kvs_core.device.host.ops import basic, kv_codec
+from kvs_core.device.host.ops import basic, kv_codec, kv_shift
 from kvs_core.device.workspace import BufferSpec, workspace_bytes
 from kvs_core.memory.arena import ALIGNMENT, Arena
 from kvs_core.memory.phases import MemoryPlan, Phase, PhaseRequest
@@ -70,6 +70,9 @@ class Rows:
 
     def first(self, count: int) -> Rows:
         return Rows(self.k[:count], self.v[:count])
+
+    def from_row(self, first: int) -> Rows:
+        return Rows(self.k[first:], self.v[first:])
 
     def and_then(self, other: Rows) -> Rows:
         return Rows(np.concatenate([self.k, other.k]), np.concatenate([self.v, other.v]))
@@ -188,6 +191,24 @@ class Rig:
         """Forget rows."""
         self.kv.truncate(tokens)
         self.rows = [rows.first(tokens) for rows in self.rows]
+
+    def shift(self, keep: int, discard: int) -> None:
+        """Drop rows in the middle; keys behind them are stored anew, without a turn."""
+        tokens = self.committed
+        self.kv.drain()
+        self.kv.truncate(0)
+        before, self.rows = self.rows, [rows.first(0) for rows in self.rows]
+        self.kv.shift(self.params, keep=keep, discard=discard, tokens=tokens)
+        self.rows = [
+            rows.first(keep).and_then(self._stored_anew(rows.from_row(keep + discard), discard)) for rows in before
+        ]
+
+    def _stored_anew(self, rows: Rows, by: int) -> Rows:
+        """Rows as they are behind a shift by so many positions."""
+        if by == 0 or len(rows.k) == 0:
+            return rows
+        keys = np.ascontiguousarray(rows.k.swapaxes(0, 1))
+        return Rows(kv_shift.turned(keys, self.geometry, self.params[0].rope, -by).swapaxes(0, 1), rows.v)
 
     def publish_all(self) -> None:
         """Everything home."""

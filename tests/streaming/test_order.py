@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvs_core.device.base import Fence
+from kvs_core.device.base import AttentionParams, Fence, RopeTable
+from kvs_core.device.host.device import HostDevice
+from kvs_core.device.host.ops import kv_write
 from kvs_core.memory.phases import Phase
 from kvs_core.paging import slabs
 from kvs_core.paging.geometry import PageGeometry
+from kvs_core.paging.shift import plan_shift
+from kvs_core.paging.spans import row_spans
+from kvs_core.streaming import shift
 from kvs_core.streaming.history import HostHistory
 from kvs_core.streaming.streamer import Streamer
 from tests.streaming.rig import DECODE_ROWS, LAYERS, PAGE, PLAIN, PREFILL_ROWS, ROTATED, Pools, Rig
@@ -33,6 +40,7 @@ MOVES = st.one_of(
     ),
     st.tuples(st.just("truncate"), st.integers(0, CONTEXT), st.just(0)),
     st.tuples(st.just("publish"), st.just(0), st.just(0)),
+    st.tuples(st.just("shift"), st.integers(0, CONTEXT), st.integers(0, CONTEXT)),
 )
 
 
@@ -58,6 +66,9 @@ def carry_out(rig: Rig, device: TracedDevice, move: Move) -> None:
         step(rig, device, Phase(name.removeprefix("leave ")), first, 0, second)
     elif name == "truncate":
         rig.truncate(min(first, rig.committed))
+    elif name == "shift":
+        keep = min(first, rig.committed)
+        rig.shift(keep, min(second, rig.committed - keep))
     else:
         rig.kv.publish_dirty()
 
@@ -89,6 +100,64 @@ def test_every_access_is_ordered_by_streams_and_fences(
         rig.check_history()
     finally:
         rig.close()
+
+
+@pytest.mark.parametrize(("keep", "discard"), [(40, 100), (0, 3 * PAGE), (PAGE + 7, 5)])
+@pytest.mark.parametrize("decode", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("batch", [1, 2, 30])
+def test_a_shift_is_ordered_too(batch: int, decode: float, keep: int, discard: int) -> None:
+    """In batches of a few pages that take turns in two areas, while other results stay where they are."""
+    device = TracedDevice(ROTATED, batch)
+    rig = Rig(ROTATED, CONTEXT, Pools.between(CONTEXT, 0.3, decode), device)
+    device.committed_tokens = lambda: rig.kv.cache.committed
+    try:
+        rig.prefill(CONTEXT - 40)
+        step(rig, device, Phase.DECODE, 1, 1)
+        with patch.object(shift, "_BATCH_BYTES", batch * ROTATED.page_bytes):
+            for _ in range(2):
+                carry_out(rig, device, ("shift", keep, discard))
+                step(rig, device, Phase.DECODE, DECODE_ROWS, DECODE_ROWS)
+        rig.publish_all()
+        rig.check_history()
+    finally:
+        rig.close()
+
+
+@pytest.mark.parametrize("work_pages", [6, 10, 14, 40])
+def test_layers_with_pages_of_other_sizes_are_shifted_in_order(work_pages: int) -> None:
+    """Areas of one size lie across those of another, and where there is room for one alone it is waited for. The rows
+    are those of a shift in place."""
+    geometries = [ROTATED, replace(ROTATED, kv_heads=2), ROTATED, replace(ROTATED, kv_heads=2)]
+    params = AttentionParams(1, 1, 64, 64, False, 1.0, RopeTable(np.ones(1), False), 1e-6)
+    layers = [shift.ShiftLayer(index, geometry, params) for index, geometry in enumerate(geometries)]
+    moves = plan_shift(PAGE + 7, 2 * PAGE + 3, 18 * PAGE + 5, PAGE)
+    device, host = TracedDevice(ROTATED, 0), HostDevice(1)
+    histories = [HostHistory(device, [geometry.page_bytes for geometry in geometries], 20) for _ in range(2)]
+    for each in (device, host):
+        each.begin_shift([params], -(2 * PAGE + 3))
+    try:
+        for history in histories:
+            history.ensure(20)
+            dice = np.random.default_rng(1)
+            for layer in layers:
+                rows = [dice.standard_normal((20 * PAGE, layer.geometry.kv_heads, 64), np.float32) for _ in range(2)]
+                pages = np.stack([history.page(layer.index, page) for page in range(20)])
+                kv_write.kv_write(*rows, pages, layer.geometry, row_spans(0, 20 * PAGE, PAGE, range(20)))
+                for number, page in enumerate(pages):
+                    history.page(layer.index, number)[:] = page
+                    device.access("publish", writes=device.places(history.page(layer.index, number)))
+        device.publish.synchronize()
+        work = np.zeros(work_pages * ROTATED.page_bytes, np.uint8)
+        device.touch(work.reshape(work_pages, -1), range(work_pages))
+        with patch.object(shift, "_BATCH_BYTES", 2 * ROTATED.page_bytes):
+            shift.ShiftThrough(device, histories[0], work).run(layers, moves, lambda layer, page: None)
+        shift.shift_in_place(host, histories[1], layers, moves)
+        for layer in layers:
+            for page in range(20):
+                np.testing.assert_array_equal(*(history.page(layer.index, page) for history in histories))
+    finally:
+        for each in (device, host, *histories):
+            each.close()
 
 
 def test_a_page_coming_back_is_waited_for_before_its_slot_is_anothers() -> None:

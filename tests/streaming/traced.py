@@ -18,6 +18,7 @@ from kvs_core.device.base import AttentionParams, Buffer, Fence, Stream
 from kvs_core.device.host.device import HostDevice
 from kvs_core.memory.phases import Phase
 from kvs_core.paging.geometry import PageGeometry
+from kvs_core.paging.shift import PageMove
 from kvs_core.paging.spans import LayerPlan, row_spans
 
 Clock = dict[str, int]
@@ -74,10 +75,13 @@ class TracedStream:
 
 
 class TracedDevice(HostDevice):
-    """A host device whose copies are done at once and whose accesses are checked.
+    """A host device whose copies are done at once and whose accesses are checked, those of a device with memory of its
+    own.
 
     committed_tokens  tells the rows that count: a part-filled page on its way home may be written to behind them
     """
+
+    is_host = False
 
     def __init__(self, geometry: PageGeometry, seed: int) -> None:
         super().__init__(1)
@@ -100,7 +104,7 @@ class TracedDevice(HostDevice):
         assert dst.nbytes % self._geometry.page_bytes == 0
         self.copies += 1
         rows = self.committed_tokens() % self._geometry.page_tokens if stream is self.publish else 0
-        self.access(stream.name, reads=self._places(src), writes=self._places(dst), read_rows=rows)
+        self.access(stream.name, reads=self.places(src), writes=self.places(dst), read_rows=rows)
         np.copyto(dst, src)
 
     def discard(self, buffer: Buffer) -> None:
@@ -133,7 +137,8 @@ class TracedDevice(HostDevice):
             assert place in self._writes, f"{stream} reads a place that was never written"
             self._reads.setdefault(place, {})[stream, read_rows] = count
 
-    def _places(self, buffer: Buffer) -> list[int]:
+    def places(self, buffer: Buffer) -> list[int]:
+        """Where its pages begin; of larger ones as many parts."""
         first = int(buffer.ctypes.data)
         return list(range(first, first + buffer.nbytes, self._geometry.page_bytes))
 
@@ -175,6 +180,14 @@ class _TracedOps:
     ) -> None:
         self._device.access("compute", reads=_slots(pool, [plan.slots[page] for page in pages]))
         self._ops.attend_prefill(q, params, pool, geometry, plan, pages, running, fresh=fresh)
+
+
+    def shift_rows(
+        self, page: Buffer, sources: Sequence[Buffer], params: AttentionParams, geometry: PageGeometry, move: PageMove
+    ) -> None:
+        places = self._device.places
+        self._device.access("compute", reads=[place for each in sources for place in places(each)], writes=places(page))
+        self._ops.shift_rows(page, sources, params, geometry, move)
 
 
 def _slots(pool: Buffer, slots: Sequence[int]) -> list[int]:

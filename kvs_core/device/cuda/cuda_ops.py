@@ -27,7 +27,7 @@ from kvs_core.device.base import (
 )
 from kvs_core.device.cuda.context import Context
 from kvs_core.device.cuda.kernel import Gemm, Kernel, Launcher
-from kvs_core.device.cuda.ops import attend_decode, attend_prefill, embed, gdn, write_kv
+from kvs_core.device.cuda.ops import attend_decode, attend_prefill, embed, gdn, shift_kv, write_kv
 from kvs_core.device.cuda.ops.attend_decode import LEAST_SHARED_FOR_512, AttendDecode
 from kvs_core.device.cuda.ops.attend_prefill import AttendPrefill
 from kvs_core.device.cuda.ops.embed import Embed, Rope
@@ -43,14 +43,15 @@ from kvs_core.device.cuda.ops.prefill_matmul import PrefillMatmul
 from kvs_core.device.cuda.ops.prefill_matmul import instances as prefill_matmul_instances
 from kvs_core.device.cuda.ops.sample import MAX_TOP_K, Sample
 from kvs_core.device.cuda.ops.sample import instances as sample_instances
+from kvs_core.device.cuda.ops.shift_kv import ShiftKv
 from kvs_core.device.cuda.ops.write_kv import WriteKv
 from kvs_core.device.cuda.plan import DevicePlan
 from kvs_core.device.cuda.steps import PlanTables
 from kvs_core.device.cuda.weights import CudaWeight, ExpertStack, Upload
-from kvs_core.device.host.ops import kv_shift
 from kvs_core.device.workspace import BufferSpec, Workspace
 from kvs_core.memory.phases import Phase
 from kvs_core.paging.geometry import KvType, PageGeometry, PageOrder
+from kvs_core.paging.shift import PageMove
 from kvs_core.paging.spans import LayerPlan
 
 _LEAST_HEAD_DIM, _MOST_HEAD_DIM = 32, 256
@@ -71,6 +72,7 @@ class CudaOps:
         self._experts = Experts(context, self._matmul, self._prefill_matmul)
         self._norm = Norm(context)
         self._write = WriteKv(context)
+        self._shift = ShiftKv(context)
         self._attend_decode = AttendDecode(context)
         self._attend_prefill = AttendPrefill(context)
         self._gdn = Gdn(context)
@@ -139,6 +141,8 @@ class CudaOps:
             kernels += embed.kernels_for(table.sections[0].quant)
         for params, geometry in zip(attention, geometries, strict=True):
             kernels += write_kv.kernels_for(params, geometry)
+            if not recurrent:   # whose state cannot be shifted
+                kernels += shift_kv.kernels_for(params, geometry)
             kernels += attend_decode.kernels_for(params, geometry, launcher)
             kernels += attend_prefill.kernels_for(geometry, launcher.shared_bytes, window=params.window)
         for shape in recurrent:
@@ -313,11 +317,10 @@ class CudaOps:
         self._write.clear(buffer)
 
     def shift_rows(
-        self, pages: Sequence[np.ndarray], params: AttentionParams, geometry: PageGeometry, *, keep: int, discard: int,
-        tokens: int,
+        self, page: Buffer, sources: Sequence[Buffer], params: AttentionParams, geometry: PageGeometry, move: PageMove
     ) -> None:
-        """See ``Ops.shift_rows``. The history is the host's, and so is the work: as rare as a context that is full."""
-        kv_shift.shift_rows(pages, geometry, params.rope.table, keep=keep, discard=discard, tokens=tokens)
+        """See ``Ops.shift_rows``."""
+        self._shift.shift_rows(page, sources, params, geometry, move)
 
     def zero_page(self, pool: Buffer, geometry: PageGeometry, slot: int) -> None:
         """See ``Ops.zero_page``."""

@@ -42,6 +42,7 @@ from kvs_core.device.cuda.steps import PlanTables, StepTable
 from kvs_core.device.cuda.streams import CaptureState, CudaStream, EventPool
 from kvs_core.device.cuda.uploads import FileBytes
 from kvs_core.device.cuda.weights import CudaWeight, RowsSection, WeightStore, part_bytes
+from kvs_core.device.host.ops.basic import turn_by
 from kvs_core.device.pageable import PageableBytes, pageable_bytes
 from kvs_core.device.workspace import BufferSpec, Workspace
 from kvs_core.errors import DeviceMemoryError
@@ -296,6 +297,11 @@ class CudaDevice:
     def use_tile(self, index: int) -> None:
         """See ``Device``."""
         self._ops.use_tile(index, self._steps.tiles[index], self._steps.tile_rows[index])
+
+    def begin_shift(self, attention: Sequence[AttentionParams], positions: int) -> None:
+        """See ``Device``. The angles lie where a step has those of its first row."""
+        for rope in dict.fromkeys(params.rope for params in attention):
+            self.upload(rope.cs[0], turn_by(positions, rope.table))
 
     def capture(self, inputs: StepInputs, work: Callable[[], None]) -> Captured:
         """See ``Device``."""

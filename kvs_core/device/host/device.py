@@ -248,6 +248,10 @@ class HostDevice:
         """See ``Device``."""
         self._ops.begin_step(self._tiles[index])
 
+    def begin_shift(self, attention: Sequence[AttentionParams], positions: int) -> None:
+        """See ``Device``."""
+        self._ops.begin_shift(positions)
+
     def reserve_steps(self, layers: int, pages: int, max_rows: int) -> None:
         """See ``Device``. The host reads plans and inputs where they are."""
 

@@ -95,12 +95,12 @@ def instances(arch: int) -> Iterator[Kernel]:
     types = list(KvType)
     yield _ZERO_PAGE
     for k_type, v_type in zip(types, types[5:] + types[:5], strict=True):
-        yield _kernel(_pages(k_type, v_type, 128), 128, True, Phase.DECODE)
+        yield _kernel(made_up_pages(k_type, v_type, 128), 128, True, Phase.DECODE)
     for head_dim, n_rot in ((48, 12), (80, 20), (96, 24), (128, 128), (256, 64), (512, 512)):
-        yield _kernel(_pages(KvType.F16, KvType.F16, head_dim), n_rot, False, Phase.PREFILL)
-    yield _kernel(_pages(KvType.IQ4_NL, KvType.Q5_1, 512), 128, False, Phase.DECODE)
+        yield _kernel(made_up_pages(KvType.F16, KvType.F16, head_dim), n_rot, False, Phase.PREFILL)
+    yield _kernel(made_up_pages(KvType.IQ4_NL, KvType.Q5_1, 512), 128, False, Phase.DECODE)
     fragments, wide = (
-        _pages(KvType.Q8_0, KvType.Q4_0, dim, order)
+        made_up_pages(KvType.Q8_0, KvType.Q4_0, dim, order)
         for dim, order in ((256, PageOrder.FRAGMENTS), (512, PageOrder.ROWS))
     )
     for phase in Phase:
@@ -114,7 +114,8 @@ def _or_null(buffer: Buffer | None) -> Buffer:
     return 0 if buffer is None else buffer
 
 
-def _pages(k_type: KvType, v_type: KvType, head_dim: int, order: PageOrder = PageOrder.ROWS) -> PageGeometry:
+def made_up_pages(k_type: KvType, v_type: KvType, head_dim: int, order: PageOrder = PageOrder.ROWS) -> PageGeometry:
+    """Pages of one head, rotated as its types ask for."""
     k_rotation, v_rotation = (
         hadamard_block(kv_type, head_dim, is_key=is_key) for kv_type, is_key in ((k_type, True), (v_type, False))
     )

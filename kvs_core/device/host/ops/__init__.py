@@ -20,6 +20,7 @@ from kvs_core.device.host.ops import attention, basic, experts, gdn, kv_shift, k
 from kvs_core.device.host.workers import Team
 from kvs_core.memory.phases import Phase
 from kvs_core.paging.geometry import PageGeometry
+from kvs_core.paging.shift import PageMove
 from kvs_core.paging.spans import LayerPlan, row_spans
 
 
@@ -31,6 +32,7 @@ class HostOps:
         self._team = team
         self._round_q = round_q
         self._inputs: StepInputs | None = None
+        self._turn = 0
 
     zero_page = staticmethod(kv_write.zero_page)
     prefill_sums = staticmethod(attention.prefill_sums)
@@ -42,6 +44,10 @@ class HostOps:
     def begin_step(self, inputs: StepInputs) -> None:
         """See ``Device.begin_step``."""
         self._inputs = inputs
+
+    def begin_shift(self, positions: int) -> None:
+        """See ``Device.begin_shift``."""
+        self._turn = positions
 
     def embed(self, table: Weight, x: Buffer, *, factor: float = 1.0) -> None:
         """See ``Ops.embed``."""
@@ -155,11 +161,10 @@ class HostOps:
         kv_write.kv_write(k, v, pool, geometry, row_spans(position, rows, geometry.page_tokens, plan.slots))
 
     def shift_rows(
-        self, pages: Sequence[Buffer], params: AttentionParams, geometry: PageGeometry, *, keep: int, discard: int,
-        tokens: int,
+        self, page: Buffer, sources: Sequence[Buffer], params: AttentionParams, geometry: PageGeometry, move: PageMove
     ) -> None:
         """See ``Ops.shift_rows``."""
-        kv_shift.shift_rows(pages, geometry, params.rope, keep=keep, discard=discard, tokens=tokens)
+        kv_shift.shift_rows(page, sources, geometry, params.rope, move, positions=self._turn)
 
     def attend_decode(
         self, q: Buffer, params: AttentionParams, pool: Buffer, geometry: PageGeometry, plan: LayerPlan, call: int,

@@ -124,12 +124,18 @@ def rope_by(x: Buffer, positions: int, table: RopeTable) -> None:
 
     Rotations about one axis add up, whatever the frequencies. The magnitude is in the rows already.
     """
+    turn = turn_by(positions, table)
+    _turn(x, table, turn[:, 0], turn[:, 1])
+
+
+def turn_by(positions: int, table: RopeTable) -> np.ndarray:
+    """Cosine and sine of a turn by ``positions``, without the magnitude: float32 [n_rot / 2, 2]"""
     angles = positions * table.inv_freq
-    _turn(x, table, np.cos(angles), np.sin(angles))
+    return np.stack([np.cos(angles), np.sin(angles)], axis=-1).astype(np.float32)
 
 
 def _turn(x: Buffer, table: RopeTable, cosines: np.ndarray, sines: np.ndarray) -> None:
-    """Pairs (a, b) become (a cos - b sin, b cos + a sin).   cosines, sines: float64, broadcast to [..., n_rot / 2]"""
+    """Pairs (a, b) become (a cos - b sin, b cos + a sin).   cosines, sines: broadcast to [..., n_rot / 2]"""
     cos, sin = cosines.astype(np.float32), sines.astype(np.float32)
     n_rot = table.n_rot
     if table.interleaved:
