@@ -62,7 +62,7 @@ class Bench:
         context = ctx_size or self.ctx_size
         file = self.file.override([parse_override(f"{self.file.arch}.context_length=int:{context}")])
         engine = Engine(
-            file, HostDevice(self.threads), context=ContextSettings(ctx_size=context, ubatch=ubatch),
+            file, HostDevice(self.threads), context=ContextSettings(ctx_size=context, ubatch=ubatch, shift=True),
             kv=KvSettings(*types, **kv), rope=RopeSettings(),
         )
         try:

@@ -186,7 +186,7 @@ def _plan(budget: Budget, kv: KvSettings, spec: ModelSpec) -> Section:
             for phase in Phase
         },
         "pages": pages * layers,
-        "history_bytes": pages * sum(budget.pages.page_bytes(spec.kv_layers)),
+        "history_bytes": budget.history_bytes(budget.pages.page_bytes(spec.kv_layers)),
         "streamed_pages_per_step": streamed,
         "streamed_bytes_per_step": streamed * geometry.page_bytes,
         "ring_slots": full.ring_slots,

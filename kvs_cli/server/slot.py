@@ -170,9 +170,10 @@ class Conversation:
 
     def _leave(self, tokens: Sequence[int]) -> None:
         """Set aside what the session holds, unless ``tokens``, which it is to hold, give all of it: where it ended, a
-        model with recurrent layers may find no checkpoint."""
+        model that needs checkpoints to go back may find none."""
         held = self.session.tokens
-        given = list(tokens[: len(held)] if self.session.engine.can_rewind else tokens) == held
+        anywhere = self.session.engine.can_rewind and not self.session.engine.drops_passed
+        given = list(tokens[: len(held)] if anywhere else tokens) == held
         if not given and self._can_set_aside():
             self._set_aside()
 

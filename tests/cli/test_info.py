@@ -176,7 +176,10 @@ def test_two_shapes_of_pages_and_who_reads_whose(kvs: Kvs, tiny_gemma4: Path) ->
     assert (kv["layers"], kv["token_bytes"]) == (3, 2 * sliding + full)
     assert [layer["reads_layer"] for layer in plan["layers"]] == [None, None, None, 1, 2]
     assert [layer["kv_token_bytes"] for layer in plan["layers"]] == [sliding, sliding, full, 0, 0]
-    assert plan["history_bytes"] == plan["pages"] // 3 * 32 * kv["token_bytes"]
+    # Of layers that slide what a step of 64 sees and the one before it saw, 11 pages, and a group ahead of need.
+    assert plan["history_bytes"] == plan["pages"] // 3 * 32 * full + 16 * 32 * 2 * sliding
+    whole = info(kvs, tiny_gemma4, *SMALL, "-c", "16384", "--kv-stream-arena-mib", "2", "--swa-full")["plan"]
+    assert whole["history_bytes"] == plan["pages"] // 3 * 32 * kv["token_bytes"]
     assert plan["phases"]["prefill"]["sliding_pool_slots"] == plan["phases"]["decode"]["sliding_pool_slots"] > 0
     streamed = plan["layers"][2]["streamed_pages"]
     assert plan["streamed_pages_per_step"] == 2 * streamed > 0   # both layers that read them

@@ -104,7 +104,7 @@ def test_streamed_and_resident_stay_the_same(
 ) -> None:
     """After shifts anywhere and of any size, logits and the history have the bits of a run that holds every page."""
     path = tiny_models[model]
-    with engine(path, kv=kv_settings(*types, residency_mode="resident")) as built:
+    with engine(path, kv=kv_settings(*types, residency_mode="resident"), shift=True) as built:
         wanted = play(built, cuts)
     others: dict[str, Any] = {"ring_slots": ring, "run_pages": run_pages}
     if windows:
@@ -112,7 +112,7 @@ def test_streamed_and_resident_stay_the_same(
         told = tuple(LayerWindow(layer, layer, 33 * layer) for layer in layers)
         others = {"residency_mode": "window", "window_tokens": 64, "window_layers": told}
     with engine(
-        path, kv=kv_settings(*types, **others), pool=pool, fixed=fixed, lower=True, debug=hostile(seed)
+        path, kv=kv_settings(*types, **others), pool=pool, fixed=fixed, lower=True, debug=hostile(seed), shift=True
     ) as built:
         assert play(built, cuts) == wanted
 
@@ -147,7 +147,7 @@ def test_keys_get_the_positions_of_the_shorter_text(tmp_path: Path, arch: str, r
     for the tables of every arch, for windows and for scaled positions. Float32 apart, of whose rounding this is."""
     told = text(256, 400)
     built = Engine(
-        GgufFile.open(one_layer(tmp_path, arch)), HostDevice(1), context=ContextSettings(ctx_size=512),
+        GgufFile.open(one_layer(tmp_path, arch)), HostDevice(1), context=ContextSettings(ctx_size=512, shift=True),
         kv=KvSettings("f32", "f32", 32), rope=rope,
     )
     try:
@@ -249,7 +249,7 @@ def write(
 ) -> Written:
     """``count`` tokens, in a context that holds few."""
     with engine(
-        path, kv=kv_settings(), pool=pool, fixed=True, context=context, debug=HostDebug(poison=True),
+        path, kv=kv_settings(), pool=pool, fixed=True, context=context, debug=HostDebug(poison=True), shift=shifts,
         drafting=Drafting.of(told.types) if told.types else NO_DRAFTING,
     ) as built:
         session = Session(built)
