@@ -178,7 +178,7 @@ def test_shifts_are_those_of_llamacpp(tiny_models: dict[str, Path], arch: str, t
     path = tiny_models[arch]
     told, cuts = text(256, 420), ((30, 100), (4, 60))
     made = []
-    with session(path, type_k=types[0], type_v=types[1], round_q=True, context=512) as ours:
+    with session(path, type_k=types[0], type_v=types[1], round_q=True, context=512, shift=True) as ours:
         made.append(ours.prefill(told[:300], all_logits=True))
         for (keep, discard), more in zip(cuts, (told[300:350], told[350:]), strict=True):
             ours.shift(keep, discard)

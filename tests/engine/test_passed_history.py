@@ -144,10 +144,11 @@ def away(session: Session, way: str, folder: Path) -> Session:
 
 turns = st.lists(
     st.builds(
-        Turn, st.sampled_from((0.0, 0.5, 0.9, 0.97, 1.0)) | st.floats(0, 1), st.integers(1, 330), st.integers(-3, 40),
+        Turn, st.sampled_from((0.0, 0.5, 0.9, 0.97, 1.0)) | st.floats(0.3, 1),
+        st.integers(1, 40) | st.integers(150, 330), st.integers(-3, 40),
         st.integers(0, 20), st.sampled_from(WAYS),
     ),
-    min_size=2, max_size=5,
+    min_size=3, max_size=5,
 )
 
 
