@@ -87,6 +87,7 @@ class Conversation:
         elif parts_from(session.tokens, prompt, here) and self._can_set_aside():
             held = self._set_aside()
             here = held.reusable(prompt)   # less than before, if a checkpoint had to go
+            session.tell_lost(held.tokens, prompt, here)
             if here:
                 session.fork(held, here)
         return session.keep_common(prompt)
@@ -96,6 +97,7 @@ class Conversation:
         tokens = other.reusable(prompt)
         stays = parts_from(other.tokens, prompt, tokens)
         if stays:
+            self.session.tell_lost(other.tokens, prompt, tokens)
             self.parked.touch(other)
         else:
             self.parked.remove(other)

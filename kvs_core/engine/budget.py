@@ -28,7 +28,7 @@ from kvs_core.paging.residency import (
 from kvs_core.paging.spans import LEAST_SCRATCH_GROUPS
 from kvs_core.settings.rooms import ContextPlan, ContextSettings, KvSettings
 from kvs_core.streaming.handover import SLIDING_POOL, PhaseBuffers, attention_scratch
-from kvs_core.units import MIB, ceil_div, mib_ceil
+from kvs_core.units import MIB, align_up, ceil_div, mib_ceil
 
 DECODE_ROWS = MAX_ROWS
 """Rows of the decode workspace: one, or a verify of up to seven drafts."""
@@ -204,6 +204,16 @@ class Budget:
         for layer, before in enumerate(self.residency.sliding_pages):
             if before is not None and self.residency.drops_passed:
                 pages[layer] = GROUP_PAGES * most_sliding_groups(tokens, page_tokens, rows, before)
+        return sum(map(mul, pages, page_bytes))
+
+    def checkpoint_bytes(self, page_bytes: Sequence[int]) -> int:
+        """What the history holds more, at most, for each checkpoint: what windows see there."""
+        if not self.residency.drops_passed:
+            return 0
+        pages = [
+            0 if before is None else align_up(before + 1 + GROUP_PAGES - 1, GROUP_PAGES)
+            for before in self.residency.sliding_pages
+        ]
         return sum(map(mul, pages, page_bytes))
 
 

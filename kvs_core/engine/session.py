@@ -108,14 +108,18 @@ class Session:
         layers stays where it is, goes back to a checkpoint, or begins anew.
         """
         kept = self.reusable(prompt)
-        common = min(common_prefix(self.tokens, prompt), len(prompt) - 1)
-        if kept < common:
-            LOGGER.info("a prompt has %d tokens in common with the conversation, and reads those behind %d again: %s",
-                        common, kept, "windows have passed them, --swa-full would keep what these saw"
-                        if self.engine.can_rewind else "the last checkpoint is there")  # fmt: skip
+        self.tell_lost(self.tokens, prompt, kept)
         if kept < len(self.tokens):
             self._go_back(kept)
         return kept
+
+    def tell_lost(self, tokens: Sequence[int], prompt: Sequence[int], kept: int) -> None:
+        """Say so where a prompt of which a conversation of ``tokens`` can keep so many has more in common with it."""
+        common = common_prefix(tokens, prompt[:-1])
+        if kept < common:
+            LOGGER.info("a prompt has %d tokens in common with a conversation, and reads those behind %d again: %s",
+                        common, kept, "sliding windows have passed them, and --swa-full was not given"
+                        if self.engine.can_rewind else "recurrent layers go back to checkpoints alone")  # fmt: skip
 
     def reusable(self, prompt: Sequence[int]) -> int:
         """How many tokens ``keep_common`` would keep."""

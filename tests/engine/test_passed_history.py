@@ -220,7 +220,7 @@ def test_a_prompt_goes_back_as_far_as_there_is_what_windows_saw(
             assert session.tokens == LONG[:expected]
         said = [record.message for record in caplog.records if "again" in record.message]
         assert said == [] if expected == common else said[0].startswith(
-            f"a prompt has {common} tokens in common with the conversation, and reads those behind {kept} again: "
+            f"a prompt has {common} tokens in common with a conversation, and reads those behind {kept} again: "
         )
 
 
