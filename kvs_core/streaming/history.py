@@ -1,10 +1,11 @@
-"""HostHistory: the complete KV of one cache in host memory, per layer a list of slabs. The authority.
+"""HostHistory: the KV of one cache in host memory, per layer a number of slabs. The authority, and complete: but of
+layers that slide, what windows have passed may be gone if nothing is to come back to it.
 
 Slabs grow with the context (``paging.slabs``). A helper thread pins the next ones before they are needed, a layer at a
 time, since pinning is slow; ``ensure`` waits for it only if the context has caught up. Where no more can be pinned but
 there is RAM, as in WSL, slabs are pageable from then on, until the history is another.
 
-A layer that slides may give slabs back, see ``drop``: they are used again for its next ones, as in a ring.
+Slabs that layers give back, see ``drop``, are used again for their next ones, as in a ring.
 """
 
 from __future__ import annotations
