@@ -70,7 +70,8 @@ class Bench:
         file = self.file.override([parse_override(f"{self.file.arch}.context_length=int:{context}")])
         engine = Engine(
             file, open_device(DeviceSettings(device, threads=self.threads)),
-            context=ContextSettings(ctx_size=context, ubatch=ubatch), kv=KvSettings(*types, **kv), rope=RopeSettings(),
+            context=ContextSettings(ctx_size=context, ubatch=ubatch, shift=True), kv=KvSettings(*types, **kv),
+            rope=RopeSettings(),
         )
         try:
             yield Session(engine)

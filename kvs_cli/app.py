@@ -32,6 +32,7 @@ from kvs_cli.ending import (
 from kvs_cli.help import print_help
 from kvs_cli.logging import configure_logging
 from kvs_cli.options import Parsed, parse
+from kvs_cli.own_line import begin_line
 from kvs_core.errors import LESS_MEMORY, KvsError, SettingsError
 from kvs_core.settings import LoggingSettings
 from kvs_core.settings.setting import Command
@@ -248,6 +249,7 @@ def _print(text: str) -> None:
 def _say(line: str) -> None:
     """One line on stderr; if that cannot be written there is nobody to tell."""
     try:
+        begin_line()
         print(printable(line), file=sys.stderr, flush=True)
     except OSError:
         drop(sys.stderr)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from contextlib import suppress
 from datetime import UTC, datetime
+from typing import TextIO
 
 from rich.console import Console
 from rich.logging import RichHandler
 
+from kvs_cli.own_line import begin_line
 from kvs_core.errors import SettingsError
 from kvs_core.settings import LoggingSettings
 
@@ -31,6 +34,23 @@ class _JsonFormatter(logging.Formatter):
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
         return json.dumps(entry, ensure_ascii=False)
+
+
+class _OwnLine(logging.Handler):
+    """A record does not come inside a line of text."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(OSError):   # where stderr takes no more the record says so itself
+            begin_line()
+        super().emit(record)
+
+
+class _Plain(_OwnLine, logging.StreamHandler[TextIO]):
+    pass
+
+
+class _Coloured(_OwnLine, RichHandler):
+    pass
 
 
 def configure_logging(settings: LoggingSettings) -> None:
@@ -57,8 +77,8 @@ def _stderr_handler(settings: LoggingSettings) -> logging.Handler:
     coloured = settings.colors == "on" or (settings.colors == "auto" and sys.stderr.isatty())
     if coloured and not settings.jsonl:
         console = Console(stderr=True, force_terminal=True if settings.colors == "on" else None)
-        return RichHandler(console=console, show_time=settings.timestamps, show_level=settings.prefix, show_path=False)
-    handler = logging.StreamHandler(sys.stderr)
+        return _Coloured(console=console, show_time=settings.timestamps, show_level=settings.prefix, show_path=False)
+    handler = _Plain(sys.stderr)
     handler.setFormatter(_formatter(settings))
     return handler
 

@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeAlias
 from rich.console import Console
 
 from kvs_cli.ending import printable, writing
+from kvs_cli.own_line import text_written
 from kvs_cli.result import Drafts, RunResult, Timings
 from kvs_core.settings import LoggingSettings
 from kvs_core.units import MIB, Progress
@@ -109,6 +110,7 @@ def write_text(text: str) -> None:
         with writing():
             sys.stdout.write(text)
             sys.stdout.flush()
+        text_written(text)
 
 
 def end_text() -> None:

@@ -8,12 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from kvs_core.engine.engine import KvReport, WeightsReport
+from kvs_core.errors import KvsError
 from kvs_core.models.spec import ModelSpec
 from kvs_core.sampling.logprobs import TokenProbs
 from kvs_core.speculative.drafter import DraftStats
 
 INTERRUPTED = "interrupted"
 """The stop reason of a text that Ctrl-C ended."""
+
+FAILED = "error"
+"""That of one which an error ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +103,7 @@ class RunResult:
     synthetic         the model's weights are random
     decode_h2d_bytes  what the steps behind the prompt moved to the device; the rest is in ``kv``
     dropped_tokens    forgotten by context shifts
+    error             what ended the text before its time
     """
 
     path: Path
@@ -117,6 +122,7 @@ class RunResult:
     probs: tuple[TokenProbs, ...]
     drafts: Drafts | None
     dropped_tokens: int
+    error: KvsError | None = None
 
     @property
     def h2d_bytes_per_token(self) -> float:
@@ -141,6 +147,7 @@ class RunResult:
             "token_ids": list(self.token_ids),
             "text": self.text,
             "stop_reason": self.stop_reason,
+            **({} if self.error is None else {"error": str(self.error)}),
             "dropped_tokens": self.dropped_tokens,
             "seed": self.seed,
             "timings": asdict(self.timings) | ({} if self.drafts is None else {

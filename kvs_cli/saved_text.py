@@ -9,6 +9,7 @@ from pathlib import Path
 
 from kvs_cli.open_model import OpenModel
 from kvs_core.engine.checkpoints import Checkpoints
+from kvs_core.engine.context_shift import ContextShift
 from kvs_core.engine.engine import Engine
 from kvs_core.engine.session import Session
 from kvs_core.engine.session_file import load_session, model_key, save_session
@@ -48,6 +49,12 @@ class SavedText:
         kept = self.session.keep_common(prompt)
         LOGGER.info("session: %d of %d prompt tokens are there already", kept, len(prompt))
         return kept
+
+    def make_room(self, shift: ContextShift) -> list[int]:
+        """Where the text fills the context: forget some of it, and return what is left, as a prompt that goes on."""
+        tail = self.tokens[len(self.session.tokens) :]
+        shift.make_room(self.session)
+        return [*self.session.tokens, *tail]
 
     def save(self, text: Sequence[int], *, dropped: int = 0) -> None:
         """Write the file, for a session that has come to these tokens, prompt included, and has forgotten ``dropped``

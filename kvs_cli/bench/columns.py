@@ -57,7 +57,7 @@ COLUMNS: Mapping[str, str] = MappingProxyType({
     "first_token_ms": "from the start of the prompt, or of what was read of it last, to the first token",
     "load_ms": "from the start of the work to a ready engine",
     "device_peak_mib": "weights, state, arena and tables; it does not grow after loading",
-    "host_history_mib": "the complete KV in host memory",
+    "host_history_mib": "the KV history in host memory",
     "device": "where it ran",
     "model": "file or synthetic name",
     "synthetic": "the weights are random",

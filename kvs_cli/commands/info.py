@@ -186,7 +186,8 @@ def _plan(budget: Budget, kv: KvSettings, spec: ModelSpec) -> Section:
             for phase in Phase
         },
         "pages": pages * layers,
-        "history_bytes": pages * sum(budget.pages.page_bytes(spec.kv_layers)),
+        "history_bytes": budget.history_bytes(budget.pages.page_bytes(spec.kv_layers)),
+        "history_checkpoint_bytes": budget.checkpoint_bytes(budget.pages.page_bytes(spec.kv_layers)),
         "streamed_pages_per_step": streamed,
         "streamed_bytes_per_step": streamed * geometry.page_bytes,
         "ring_slots": full.ring_slots,
@@ -208,6 +209,10 @@ def _planned(layer: LayerSpec, spec: ModelSpec, budget: Budget, pages: int, stat
         **planned, "kv_token_bytes": budget.pages.geometry(layer).token_bytes,
         "resident_pages": pages - streamed - passed, "streamed_pages": streamed,
     }
+
+
+def _for_checkpoints(size_bytes: int) -> str:
+    return f", and up to {_mib(size_bytes)} for each checkpoint" if size_bytes else ""
 
 
 def _sections(facts: Mapping[str, Any]) -> dict[str, dict[str, str]]:
@@ -253,7 +258,8 @@ def _sections(facts: Mapping[str, Any]) -> dict[str, dict[str, str]]:
                 for name, phase in phases.items()
             },
             **_streamed_weights(facts["weights"]),
-            "full context": f"{plan['pages']} pages, {_mib(plan['history_bytes'])} of history in host memory",
+            "full context": f"{plan['pages']} pages, {_mib(plan['history_bytes'])} of history in host memory"
+                            f"{_for_checkpoints(plan['history_checkpoint_bytes'])}",
             "then streamed": f"{plan['streamed_pages_per_step']} pages, {_mib(plan['streamed_bytes_per_step'])} per "
                              f"token through a ring of {plan['ring_slots']}"
             if plan["streamed_pages_per_step"] else "nothing: all pages are resident",

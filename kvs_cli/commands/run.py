@@ -4,6 +4,7 @@
 
 Ctrl-C while text comes ends it there: what was printed stays, the summary follows, and the exit code is 130. With
 ``--json`` the object is printed all the same, its stop reason ``interrupted``. Earlier, it ends the command at once.
+So it is where an error ends the text: the object has what there is and the ``error``, which is raised behind it.
 With ``--session`` the file is taken up before the prompt is read and written when all is printed.
 """
 
@@ -18,7 +19,7 @@ from kvs_cli.constraint import after_thoughts, run_constraint
 from kvs_cli.open_model import OpenModel, open_engine, open_model, plan_context
 from kvs_cli.prompt import prompt_tokens, read_prompt
 from kvs_cli.render import Screen, end_text, log_summary, print_json, write_text
-from kvs_cli.result import INTERRUPTED, Drafts, RunResult, Timings
+from kvs_cli.result import FAILED, INTERRUPTED, Drafts, RunResult, Timings
 from kvs_cli.saved_text import SavedText, check_place
 from kvs_core.device.choose import begin_opening
 from kvs_core.engine.completion import Piece, complete
@@ -52,12 +53,15 @@ def execute(settings: RunSettings) -> int:
         if settings.session is not None:
             saved = SavedText(engine, model, settings.engine.rope, settings.session)
             prompt = prompt or saved.tokens
-            check_prompt(len(prompt), context)
+            if not (goes_on and settings.engine.context.shift):   # which makes room
+                check_prompt(len(prompt), context)
         if rule is not None and settings.chat.enabled:
             rule = after_thoughts(rule, prompt, model)
         result = _generate(settings, model, engine, sampler, rule, prompt, saved, screen, start_s)
         if settings.output.json:
             print_json(result.as_json())
+        if result.error is not None:
+            raise result.error
         log_summary(result)
         if saved is not None:
             saved.save([*prompt, *result.token_ids], dropped=result.dropped_tokens)
@@ -87,6 +91,13 @@ def _generate(
 ) -> RunResult:
     output = settings.output
     session = Session(engine) if saved is None else saved.session
+    context = settings.engine.context
+    shift = None
+    if context.shift:
+        shift = ContextShift(context.keep, prompt_tokens=len(prompt), bos=model.tokenizer.add_bos)
+    accept_prompt(sampler, prompt)
+    if shift is not None and saved is not None and len(prompt) >= engine.context.context_tokens:
+        prompt = saved.make_room(shift)
     kept = 0 if saved is None else saved.keep(prompt)
     loaded_s = time.perf_counter()
     with screen.stage("reading the prompt", "tokens") as progress:
@@ -94,18 +105,14 @@ def _generate(
     prompt_done_s = time.perf_counter()
     prompt_h2d_bytes = engine.report().h2d_bytes
 
-    accept_prompt(sampler, prompt)
     if rule is not None:
         sampler.constrain(rule)
     speculation = make_speculation(engine, settings.engine.speculative, sampler, model.tokenizer.eog_ids)
-    context = settings.engine.context
-    shift = None
-    if context.shift:
-        shift = ContextShift(context.keep, prompt_tokens=len(prompt), bos=model.tokenizer.add_bos)
     pieces: list[Piece] = []
     token_s: list[float] = []
     n_predict = context.n_predict
     stop_reason = INTERRUPTED if n_predict else "length"   # where no piece says why the text ends
+    failed: KvsError | None = None
     try:
         with closing(complete(
             session, sampler, logits, model.tokenizer, n_predict=n_predict, stops=output.stop, special=output.special,
@@ -119,10 +126,11 @@ def _generate(
                 stop_reason = piece.stop or INTERRUPTED
     except KeyboardInterrupt:
         stop_reason = INTERRUPTED
-    except KvsError:   # what was written stays, and the error has a line of its own
+    except KvsError as error:   # what was written stays, and the error has a line of its own
         if not output.json:
             end_text()
-        raise
+            raise
+        stop_reason, failed = FAILED, error
     if not output.json:
         end_text()
     report = engine.report()
@@ -143,6 +151,7 @@ def _generate(
         probs=tuple(piece.probs for piece in pieces if piece.probs is not None),
         drafts=_drafts(speculation),
         dropped_tokens=0 if shift is None else shift.dropped,
+        error=failed,
     )
 
 

@@ -158,8 +158,7 @@ def _check_fits(setup: Setup, device: Device, free_bytes: int, ram_bytes: int) -
 
 
 def _history_bytes(setup: Setup) -> int:
-    budget = setup.budget
-    return budget.geometry.pages_of(budget.context.context_tokens) * sum(setup.page_bytes)
+    return setup.budget.history_bytes(setup.page_bytes)
 
 
 def _alternatives(

@@ -19,7 +19,8 @@ from kvs_core.engine.speculation import Speculation
 from kvs_core.streaming.kv_stream import LayerPlaces
 
 PLACES = ("resident", "ring", "host")
-"""Where a page is: on the device to stay, there for this step or the next, in host memory alone."""
+"""Where a page is: on the device to stay, there for this step or the next, in host memory alone; or no longer there
+either, if a sliding window has passed it."""
 
 _EVERY_S = 0.25    # between two snapshots
 _WANTED_S = 5.0    # after a poll, snapshots are made for that long
@@ -157,6 +158,7 @@ def place_runs(layer: LayerPlaces) -> Iterator[tuple[int, int]]:
     """The pages of a layer in order: an index of ``PLACES``, and how many pages in a row are there."""
     at = 0
     for pages, place in (
+        (layer.first_page, 2),
         (layer.streamed.start, 0),
         *((end, place) for run in layer.in_ring for end, place in ((run.start, 2), (run.stop, 1))),
         (layer.streamed.stop, 2),

@@ -87,6 +87,7 @@ class Conversation:
         elif parts_from(session.tokens, prompt, here) and self._can_set_aside():
             held = self._set_aside()
             here = held.reusable(prompt)   # less than before, if a checkpoint had to go
+            session.tell_lost(held.tokens, prompt, here)
             if here:
                 session.fork(held, here)
         return session.keep_common(prompt)
@@ -96,6 +97,7 @@ class Conversation:
         tokens = other.reusable(prompt)
         stays = parts_from(other.tokens, prompt, tokens)
         if stays:
+            self.session.tell_lost(other.tokens, prompt, tokens)
             self.parked.touch(other)
         else:
             self.parked.remove(other)
@@ -170,9 +172,10 @@ class Conversation:
 
     def _leave(self, tokens: Sequence[int]) -> None:
         """Set aside what the session holds, unless ``tokens``, which it is to hold, give all of it: where it ended, a
-        model with recurrent layers may find no checkpoint."""
+        model that needs checkpoints to go back may find none."""
         held = self.session.tokens
-        given = list(tokens[: len(held)] if self.session.engine.can_rewind else tokens) == held
+        anywhere = self.session.engine.can_rewind and not self.session.engine.drops_passed
+        given = list(tokens[: len(held)] if anywhere else tokens) == held
         if not given and self._can_set_aside():
             self._set_aside()
 

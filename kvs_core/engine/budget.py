@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from operator import mul
 
 from kvs_core.device.base import Device, StepSizes
 from kvs_core.device.workspace import BufferSpec
@@ -17,11 +18,17 @@ from kvs_core.models.nextn import table_bytes
 from kvs_core.models.recurrent import MAX_ROWS, state_bytes
 from kvs_core.models.spec import LayerSpec, ModelSpec
 from kvs_core.paging.geometry import GROUP_PAGES, SEGMENT_GROUPS, PageGeometry
-from kvs_core.paging.residency import ResidencyConfig, ResidencyMode, least_pool_slots, most_sliding_pages
+from kvs_core.paging.residency import (
+    ResidencyConfig,
+    ResidencyMode,
+    least_pool_slots,
+    most_sliding_groups,
+    most_sliding_pages,
+)
 from kvs_core.paging.spans import LEAST_SCRATCH_GROUPS
 from kvs_core.settings.rooms import ContextPlan, ContextSettings, KvSettings
 from kvs_core.streaming.handover import SLIDING_POOL, PhaseBuffers, attention_scratch
-from kvs_core.units import MIB, ceil_div, mib_ceil
+from kvs_core.units import MIB, align_up, ceil_div, mib_ceil
 
 DECODE_ROWS = MAX_ROWS
 """Rows of the decode workspace: one, or a verify of up to seven drafts."""
@@ -187,6 +194,29 @@ class Budget:
         """Which pages stay on the device."""
         return self.residency.mode
 
+    def history_bytes(self, page_bytes: Sequence[int]) -> int:
+        """Of host memory, at most, for a full context to which no checkpoint belongs.
+
+        page_bytes  of a page of each layer
+        """
+        tokens, page_tokens = self.context.context_tokens, self.geometry.page_tokens
+        rows = max(self.context.ubatch_tokens, DECODE_ROWS)
+        pages = [self.geometry.pages_of(tokens)] * len(page_bytes)
+        for layer, before in enumerate(self.residency.sliding_pages):
+            if before is not None and self.residency.drops_passed:
+                pages[layer] = GROUP_PAGES * most_sliding_groups(tokens, page_tokens, rows, before)
+        return sum(map(mul, pages, page_bytes))
+
+    def checkpoint_bytes(self, page_bytes: Sequence[int]) -> int:
+        """What the history holds more, at most, for each checkpoint: what windows see there."""
+        if not self.residency.drops_passed:
+            return 0
+        pages = [
+            0 if before is None else align_up(before + 1 + GROUP_PAGES - 1, GROUP_PAGES)
+            for before in self.residency.sliding_pages
+        ]
+        return sum(map(mul, pages, page_bytes))
+
 
 def plan_budget(
     spec: ModelSpec, context: ContextSettings, kv: KvSettings, *,
@@ -233,6 +263,8 @@ def plan_budget(
         sliding_slots=need.sliding_slots,
         window_pages=windows.pages if windows else (),
         sliding_pages=sliding_pages(layers, geometry) if any(layer.window for layer in layers) else (),
+        # A shift moves rows from before a window into it.
+        drops_passed=any(layer.window for layer in layers) and not kv.swa_full and not context.shift,
     )
     return Budget(plan, residency, pages, need, buffers, memory)
 

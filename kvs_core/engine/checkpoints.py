@@ -1,7 +1,8 @@
-"""Context checkpoints: where a conversation with recurrent layers can go back to, kept in host memory.
+"""Context checkpoints: where a conversation can go back to which has recurrent layers, or layers that slide.
 
-Keys and values of every position stay in the history; a recurrent state knows only where it is. A checkpoint holds what
-is needed beside the history to go on at its position with the same bits.
+A recurrent state knows only where it is. A checkpoint holds what is needed beside the history to go on at its position
+with the same bits. The history has keys and values of every position, but where layers slide and their history goes:
+there it keeps what their windows see at the checkpoints, in place.
 """
 
 from __future__ import annotations
@@ -86,6 +87,15 @@ class Checkpoints:
             return False
         self._held.pop(self._least_missed())
         return True
+
+    @property
+    def thinnest(self) -> Sequence[Checkpoint]:
+        """Those that are left when ``thin`` can do no more."""
+        others = Checkpoints(self._most, self._most_bytes)
+        others._held = list(self._held)
+        while others.thin():
+            pass
+        return others.held
 
     def best(self, tokens: int) -> Checkpoint | None:
         """The last one at or before a position."""

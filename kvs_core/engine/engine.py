@@ -109,6 +109,7 @@ class Engine:
         """
         self._device = device
         self._drafting = drafting
+        self._shifts = context.shift
         spec = read_spec(file, rope)
         drafting.check(spec)
         if context.shift:
@@ -208,11 +209,27 @@ class Engine:
 
     @property
     def can_rewind(self) -> bool:
-        """Whether ``rewind`` reaches any position: recurrent layers know only where they are, and the start."""
+        """Whether ``rewind`` reaches what ``nearest`` says. Recurrent layers know only where they are, and the start.
+        """
         return not self.spec.recurrent_layers
 
+    @property
+    def drops_passed(self) -> bool:
+        """Whether ``nearest`` is ever less than it was asked for: where layers slide, and their history goes."""
+        return self._kv.drops_passed
+
+    def nearest(self, tokens: int) -> int:
+        """The last position up to ``tokens``, of the committed ones, for which keys and values are all there."""
+        return self._kv.nearest(tokens)
+
+    def keep(self, positions: Sequence[int]) -> None:
+        """Have ``nearest`` find these positions, as far as it does now, while the text goes on; others may be lost.
+        Between steps."""
+        self._kv.keep(positions)
+
     def rewind(self, tokens: int) -> None:
-        """Forget the rows from ``tokens`` on: any number of them if ``can_rewind``, else all. Between steps."""
+        """Forget the rows from ``tokens`` on: as many as ``nearest`` allows if ``can_rewind``, else all. Between steps.
+        """
         if tokens == self.committed and tokens > 0:
             return
         assert self.can_rewind or tokens == 0, f"a recurrent state cannot go back to {tokens}"
@@ -231,6 +248,7 @@ class Engine:
         """
         tokens = self.committed
         assert self.can_rewind, "a recurrent state cannot forget what it has read"
+        assert not self.drops_passed, "rows may come into a window that has passed them: the history has to be whole"
         assert 0 <= keep <= keep + discard <= tokens, (keep, discard, tokens)
         self._kv.drain()
         self._captured.forget()
@@ -257,12 +275,21 @@ class Engine:
             self._device.upload(self._model.nextn.hidden[0], checkpoint.hidden)
         self._kept.rows = 0
 
-    def pages(self) -> Iterator[tuple[int, int, np.ndarray]]:
-        """Layer, page and bytes of everything committed, from the history; sends home what is not there yet. Blocks."""
+    def pages_of(self, layer: int) -> Iterator[tuple[int, np.ndarray]]:
+        """Number and bytes of the pages of a layer that the history holds of what is committed; sends home what is not
+        there yet. Blocks."""
         self._kv.drain()
+        return self._kv.history_pages(layer)
+
+    def pages(self) -> Iterator[tuple[int, int, np.ndarray]]:
+        """The same of all layers: layer, page and bytes."""
         for layer in range(self._kv.layers):
-            for page in range(self.geometry.pages_of(self.committed)):
-                yield layer, page, self._kv.history_page(layer, page)
+            for page, data in self.pages_of(layer):
+                yield layer, page, data
+
+    def needed_pages(self, layer: int, tokens: int) -> range:
+        """The pages of a layer that ``take_up`` has to be given. Where a context shift may follow, all of them."""
+        return range(self.geometry.pages_of(tokens)) if self._shifts else self._kv.needed_pages(layer, tokens)
 
     def park(self) -> ParkedSequence:
         """Give the sequence away, all that is needed to go on with it, and be empty. Blocks; between steps.
@@ -285,11 +312,11 @@ class Engine:
         self._captured.forget()
         self._kv.take_back(parked.history)
 
-    @property
-    def parked_bytes(self) -> int:
-        """Host memory that ``park`` would give away now: the history, and the checkpoint at its end."""
+    def parked_bytes(self, kept: Sequence[int] | None = None) -> int:
+        """Host memory that ``park`` would give away now, or after ``keep(kept)``: the history, and the checkpoint at
+        its end."""
         hidden = 0 if self._model.nextn is None else int(self._model.nextn.hidden[0].nbytes)
-        return self._kv.parked_bytes + self._state.snapshot_bytes + hidden
+        return self._kv.parked_bytes(kept) + self._state.snapshot_bytes + hidden
 
     def reclaim_with(self, reclaim: Callable[[], bool]) -> None:
         """Called, before a step runs, where the history finds no memory: gives some back, or says False."""

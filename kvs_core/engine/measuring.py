@@ -93,16 +93,17 @@ def fill_context(engine: Engine, tokens: int, prompt: Sequence[int]) -> None:
         return
     assert tokens % kv.geometry.page_tokens == len(prompt) % kv.geometry.page_tokens == 0, (tokens, len(prompt))
     kv.drain()
-    have, pages = kv.geometry.pages_of(len(prompt)), kv.geometry.pages_of(tokens)
-    base = [[np.array(kv.history_page(layer, page)) for page in range(have)] for layer in range(kv.layers)]
+    base = [[np.array(data) for _, data in kv.history_pages(layer)] for layer in range(kv.layers)]
     kv.truncate(0)
-    kv.room_for(kv.layers - 1, pages - 1)   # memory for all of them, from this thread alone
+    needed = [kv.needed_pages(layer, tokens) for layer in range(kv.layers)]
+    homes = [[kv.room_for(layer, page) for page in pages] for layer, pages in enumerate(needed)]   # from this thread
 
     def repeat(layer: int) -> None:
-        for page in range(pages):
-            kv.history_page(layer, page)[:] = base[layer][(page * _STRIDE + layer) % have]
+        have = base[layer]
+        for page, home in zip(needed[layer], homes[layer], strict=True):
+            home[:] = have[(page * _STRIDE + layer) % len(have)]
 
-    size_bytes = pages * sum(engine.page_bytes)
+    size_bytes = sum(home.nbytes for pages in homes for home in pages)
     with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1, 1 + size_bytes // _THREAD_BYTES)) as threads:
         list(threads.map(repeat, range(kv.layers)))
     kv.restore(tokens)

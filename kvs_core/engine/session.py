@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,7 +29,7 @@ class ParkedSession:
     """A conversation that is set aside.
 
     checkpoints  where else than at its end it can be taken up, by position
-    can_rewind   it can be taken up anywhere
+    can_rewind   it can be taken up anywhere that its history allows
     """
 
     tokens: tuple[int, ...]
@@ -44,7 +44,8 @@ class ParkedSession:
 
     def reusable(self, prompt: Sequence[int]) -> int:
         """How many tokens of ``prompt`` need not be read if this conversation goes on with it."""
-        return _reusable(self.tokens, prompt, self.can_rewind, self.checkpoints)
+        nearest = self.sequence.history.nearest if self.can_rewind else None
+        return _reusable(self.tokens, prompt, nearest, self.checkpoints)
 
 
 class Session:
@@ -52,12 +53,12 @@ class Session:
 
     def __init__(self, engine: Engine, checkpoints: Checkpoints | None = None, *, checkpoint_tokens: int = 0) -> None:
         """
-        checkpoints        where to keep those of a model with recurrent layers; None: none are made
+        checkpoints        where to keep those of a model that needs some to go back; None: none are made
         checkpoint_tokens  least distance of two that a prompt makes
         """
         self.engine = engine
         self.tokens: list[int] = []
-        self._checkpoints = None if engine.can_rewind else checkpoints
+        self._checkpoints = None if engine.can_rewind and not engine.drops_passed else checkpoints
         self._checkpoint_tokens = checkpoint_tokens
 
     @property
@@ -70,16 +71,18 @@ class Session:
     ) -> np.ndarray:
         """Run the prompt in batches of ubatches; logits float32 [1, V] of its last token, or [T, V] of all.
 
-        border  tokens of it behind which the next prompt is likely to differ: a ubatch ends there, with a checkpoint
+        border  tokens of it behind which the next prompt is likely to differ: there a checkpoint is made, and a ubatch
+                ends if the model has a state that is to be taken there
 
         ``ContextError`` if it does not fit; then nothing has happened.
         """
         assert len(prompt) > 0, "an empty prompt"
         check_prompt(len(self.tokens) + len(prompt), self.engine.context)
         logits: list[np.ndarray] = []
-        done = 0
+        done, before = 0, len(self.tokens)
         border = border if self._checkpoints is not None and 0 < border < len(prompt) else 0
-        sizes = [rows for part in (border, len(prompt) - border)
+        cut = 0 if self.engine.can_rewind else border
+        sizes = [rows for part in (cut, len(prompt) - cut)
                  for rows in ubatches(part, self.engine.context.batch_tokens, self.engine.context.ubatch_tokens)]
         for rows in sizes:
             part = prompt[done : done + rows]
@@ -91,6 +94,8 @@ class Session:
                     logits.append(step.logits())
                 step.settle()
             self.tokens.extend(part)
+            if done - rows < border < done:
+                self._add(Checkpoint(StateSnapshot(before + border, {}), None))
             self._checkpoint(done in (border, len(prompt)))
             if progress is not None:
                 progress(done, len(prompt))
@@ -103,17 +108,26 @@ class Session:
         layers stays where it is, goes back to a checkpoint, or begins anew.
         """
         kept = self.reusable(prompt)
+        self.tell_lost(self.tokens, prompt, kept)
         if kept < len(self.tokens):
             self._go_back(kept)
         return kept
 
+    def tell_lost(self, tokens: Sequence[int], prompt: Sequence[int], kept: int) -> None:
+        """Say so where a prompt of which a conversation of ``tokens`` can keep so many has more in common with it."""
+        common = common_prefix(tokens, prompt[:-1])
+        if kept < common:
+            LOGGER.info("a prompt has %d tokens in common with a conversation, and reads those behind %d again: %s",
+                        common, kept, "sliding windows have passed them, and --swa-full was not given"
+                        if self.engine.can_rewind else "recurrent layers go back to checkpoints alone")  # fmt: skip
+
     def reusable(self, prompt: Sequence[int]) -> int:
         """How many tokens ``keep_common`` would keep."""
-        return _reusable(self.tokens, prompt, self.engine.can_rewind, self.checkpoints)
+        return _reusable(self.tokens, prompt, self.engine.nearest if self.engine.can_rewind else None, self.checkpoints)
 
     def _go_back(self, tokens: int) -> None:
         held = None if self._checkpoints is None or tokens == 0 else self._checkpoints.best(tokens)
-        if held is None:
+        if held is None or self.engine.can_rewind:
             self.rewind(tokens)
         else:
             self.engine.go_back(held)
@@ -124,15 +138,21 @@ class Session:
         if self._checkpoints is None:
             return
         last = self._checkpoints.positions[-1] if len(self._checkpoints) else 0
-        if len(self.tokens) <= last or not (is_wanted or len(self.tokens) - last >= self._checkpoint_tokens > 0):
-            return
-        made = self.engine.checkpoint()
+        if len(self.tokens) > last and (is_wanted or len(self.tokens) - last >= self._checkpoint_tokens > 0):
+            self._add(self.engine.checkpoint())
+
+    def _add(self, made: Checkpoint) -> None:
+        assert self._checkpoints is not None
         if not self._checkpoints.add(made):
             LOGGER.warning(
                 "no checkpoints: one takes %.0f MiB, more than they may have; a prompt that differs is read anew",
                 made.size_bytes / MIB,
             )
             self._checkpoints = None
+        self._keep_checkpoints()
+
+    def _keep_checkpoints(self) -> None:
+        self.engine.keep([] if self._checkpoints is None else self._checkpoints.positions)
 
     def rewind(self, tokens: int) -> None:
         """Go on behind the first ``tokens`` tokens; see ``Engine.rewind``."""
@@ -155,6 +175,7 @@ class Session:
         del self.tokens[tokens:]
         if self._checkpoints is not None:
             self._checkpoints.forget_behind(tokens)
+            self._keep_checkpoints()
 
     @property
     def checkpoints(self) -> Sequence[Checkpoint]:
@@ -164,16 +185,19 @@ class Session:
     @property
     def parked_bytes(self) -> int:
         """Host memory that ``park`` would give away."""
-        return self.engine.parked_bytes + sum(held.size_bytes for held in self.checkpoints)
+        return self.engine.parked_bytes() + sum(held.size_bytes for held in self.checkpoints)
 
     @property
     def least_parked_bytes(self) -> int:
         """What is left of ``parked_bytes`` when ``thin`` can do no more."""
-        return self.engine.parked_bytes + sum(held.size_bytes for held in self.checkpoints[-2:])
+        left = () if self._checkpoints is None else self._checkpoints.thinnest
+        return self.engine.parked_bytes([held.position for held in left]) + sum(held.size_bytes for held in left)
 
     def thin(self) -> bool:
         """Drop a checkpoint, to take less memory; False if the last two are left."""
-        return self._checkpoints is not None and self._checkpoints.thin()
+        thinned = self._checkpoints is not None and self._checkpoints.thin()
+        self._keep_checkpoints()
+        return thinned
 
     def park(self) -> ParkedSession:
         """Set the conversation aside and be empty. Between steps.
@@ -205,13 +229,12 @@ class Session:
         read again. ``tokens``: what ``parked.reusable`` says. If that fails the session is empty."""
         history, engine = parked.sequence.history, self.engine
         pages = (
-            (layer, page, history.page(layer, page).data)
-            for layer in range(engine.kv_layers) for page in range(engine.geometry.pages_of(tokens))
+            (layer, page, data.data)
+            for layer in range(engine.kv_layers) for page, data in history.pages(layer, tokens)
         )
+        checkpoints = [held for held in parked.checkpoints if held.position <= tokens]
         if parked.can_rewind:
-            checkpoints = [Checkpoint(StateSnapshot(tokens, {}), None)]
-        else:
-            checkpoints = [held for held in parked.checkpoints if held.position <= tokens]
+            checkpoints.append(Checkpoint(StateSnapshot(tokens, {}), None))
         self.take_up(parked.tokens[:tokens], pages, checkpoints)
 
     def take_up(
@@ -235,6 +258,7 @@ class Session:
         for checkpoint in checkpoints:
             if self._checkpoints is not None and checkpoint.position > 0:
                 self._checkpoints.add(checkpoint)
+        self._keep_checkpoints()
 
     def decode(self, token: int, *, enough: int | None = None) -> np.ndarray | Candidates:
         """Add one token and return the logits float32 [V] that follow it, or the ``enough`` largest of them."""
@@ -255,12 +279,18 @@ def common_prefix(held: Sequence[object], wanted: Sequence[object]) -> int:
 
 
 def _reusable(
-    tokens: Sequence[int], prompt: Sequence[int], can_rewind: bool, checkpoints: Sequence[Checkpoint]
+    tokens: Sequence[int], prompt: Sequence[int], nearest: Callable[[int], int] | None,
+    checkpoints: Sequence[Checkpoint],
 ) -> int:
-    """Tokens of ``prompt`` that a conversation of ``tokens`` can begin with: never all, so that there are logits."""
+    """Tokens of ``prompt`` that a conversation of ``tokens`` can begin with: never all, so that there are logits.
+
+    nearest  see ``Engine.nearest``; None: it can be taken up at its end and its checkpoints alone
+    """
     common = common_prefix(tokens, prompt[:-1])
-    if can_rewind or common == len(tokens):
+    if common == len(tokens):
         return common
+    if nearest is not None:
+        return nearest(common)
     return max((held.position for held in checkpoints if held.position <= common), default=0)
 
 

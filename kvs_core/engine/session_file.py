@@ -2,10 +2,11 @@
 
     magic "KVSSESS1" | u32 header bytes | header (JSON) | tokens int32 | pages, layer by layer | checkpoints | SHA-256
 
-The header names the model, the pages' layout, the checkpoints' positions and the arrays of each, so that a file of
-another model or another KV type is refused before anything changes; so is one whose checksum, over all that stands
-before it, is wrong. The last checkpoint stands at the end of the tokens. Files are written beside their place and then
-renamed; only their owner can read them.
+Of layers that slide only those pages are there that the history holds. The header says which. It also names the model,
+the pages' layout, the checkpoints' positions and the arrays of each, so that a file of another model or another KV type
+is refused before anything changes; so is one whose checksum, over all that stands before it, is wrong. The last
+checkpoint stands at the end of the tokens. Files are written beside their place and then renamed; only their owner can
+read them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import os
 import stat
 import struct
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -27,10 +28,12 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from kvs_core.engine.checkpoints import Checkpoint
+from kvs_core.engine.engine import Engine
 from kvs_core.engine.session import Session
 from kvs_core.errors import SessionFileError
 from kvs_core.formats.gguf import GgufFile
 from kvs_core.models.recurrent import StateSnapshot
+from kvs_core.paging.geometry import GROUP_PAGES
 from kvs_core.settings.rooms import RopeSettings
 
 _MAGIC = b"KVSSESS1"
@@ -80,6 +83,7 @@ def save_session(session: Session, path: Path, key: str, tail: Sequence[int] = (
         "tail": list(tail),
         "positions": [held.position for held in checkpoints],
         "arrays": _shapes(checkpoints[-1]),
+        "pages": [_ranges(page for page, _ in engine.pages_of(layer)) for layer in range(engine.kv_layers)],
     }
     encoded = json.dumps(header).encode()
     try:
@@ -89,8 +93,9 @@ def save_session(session: Session, path: Path, key: str, tail: Sequence[int] = (
                 out = _Hashed(file)
                 out.write(_MAGIC + struct.pack("<I", len(encoded)) + encoded)
                 out.write(np.asarray(session.tokens, np.int32).tobytes())
-                for _, _, page in engine.pages():
-                    out.write(page.tobytes())
+                for layer in range(engine.kv_layers):
+                    for _, page in engine.pages_of(layer):
+                        out.write(page.tobytes())
                 for held in checkpoints:
                     for _, array in _arrays(held):
                         out.write(array.tobytes())
@@ -128,7 +133,8 @@ def load_session(
             header = _read_header(file, path)
             _check_header(header, session, here, key, path)
             count = header["tokens"]
-            pages_bytes = engine.geometry.pages_of(count) * sum(engine.page_bytes)
+            pages = _read_pages(header, engine, path)
+            pages_bytes = sum(len(held) * size for held, size in zip(pages, engine.page_bytes, strict=True))
             expected = (
                 file.tell() + 4 * count + pages_bytes
                 + len(header["positions"]) * here.size_bytes + 32
@@ -142,7 +148,7 @@ def load_session(
             file.seek(pages_at)
             if leave is not None:
                 leave(tokens)
-            session.take_up(tokens, _pages(file, session, count), checkpoints)
+            session.take_up(tokens, _pages(file, engine.page_bytes, pages), checkpoints)
     except OSError as error:
         raise SessionFileError(f"{path}: the session cannot be read: {error.strerror or error}") from error
     return SavedSession(count, size, tuple(header["tail"]))
@@ -193,10 +199,21 @@ def _read_checkpoint(file: BinaryIO, shapes: list[list[Any]], position: int) -> 
     return Checkpoint(StateSnapshot(position, layers), arrays.get("hidden"))
 
 
-def _pages(file: BinaryIO, session: Session, tokens: int) -> Iterator[tuple[int, int, bytes]]:
-    for layer, page_bytes in enumerate(session.engine.page_bytes):
-        for page in range(session.engine.geometry.pages_of(tokens)):
-            yield layer, page, file.read(page_bytes)
+def _pages(
+    file: BinaryIO, page_bytes: Sequence[int], pages: Sequence[Sequence[int]]
+) -> Iterator[tuple[int, int, bytes]]:
+    for layer, (size, held) in enumerate(zip(page_bytes, pages, strict=True)):
+        for page in held:
+            yield layer, page, file.read(size)
+
+
+def _ranges(pages: Iterable[int]) -> list[tuple[int, int]]:
+    """Ascending numbers as [first, end) of those that follow each other."""
+    ranges: list[tuple[int, int]] = []
+    for page in pages:
+        first = ranges.pop()[0] if ranges and ranges[-1][1] == page else page
+        ranges.append((first, page + 1))
+    return ranges
 
 
 def _check_sum(file: BinaryIO, size: int, path: Path) -> None:
@@ -230,6 +247,32 @@ def _read_header(file: BinaryIO, path: Path) -> dict[str, Any]:
     except (ValueError, TypeError, LookupError, OverflowError, RecursionError):
         pass
     raise SessionFileError(f"{path}: its header cannot be read; save it again")
+
+
+def _read_pages(header: dict[str, Any], engine: Engine, path: Path) -> list[list[int]]:
+    """The numbers of the pages that the file has of each layer, whole groups. ``SessionFileError`` where some are
+    missing."""
+    tokens = header["tokens"]
+    every = range(engine.geometry.pages_of(tokens))
+    ranges = header.get("pages", [_ranges(every)] * engine.kv_layers)
+    try:
+        pages = [[page for first, end in held for page in every[first:end]] for held in ranges]
+        can_be_read = len(pages) == engine.kv_layers and all(
+            _ranges(held) == list(map(tuple, said))
+            and all(first % GROUP_PAGES == 0 and (end % GROUP_PAGES == 0 or end == len(every)) for first, end in said)
+            for held, said in zip(pages, ranges, strict=True)
+        )
+    except (ValueError, TypeError):
+        can_be_read = False
+    if not can_be_read:
+        raise SessionFileError(f"{path}: its header cannot be read; save it again")
+    for layer, held in enumerate(pages):
+        if not set(engine.needed_pages(layer, tokens)) <= set(held):
+            raise SessionFileError(
+                f"{path}: has {len(held)} of {len(every)} pages of a layer, and this session needs more; save it with "
+                "--swa-full, or leave out --context-shift"
+            )
+    return pages
 
 
 def _check_header(

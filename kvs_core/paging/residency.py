@@ -14,6 +14,7 @@ from math import ceil
 
 from kvs_core.errors import BudgetError
 from kvs_core.paging.geometry import GROUP_PAGES
+from kvs_core.paging.passed import first_page
 from kvs_core.units import align_up, ceil_div, mib_ceil
 
 _COPY_BYTES = 26 << 20       # the link is at its rate, and attention calls and the copies of a captured step are few
@@ -48,6 +49,8 @@ class ResidencyConfig:
                       has passed leaves the device
     sliding_slots     of a pool that these layers have for themselves, enough for all of them at any context; then
                       ``page_bytes`` and the pool's slots are those of the others. 0: all share one pool
+    drops_passed      what the windows of such layers have passed leaves the history too, unless something is to come
+                      back to it
     """
 
     mode: ResidencyMode
@@ -61,6 +64,7 @@ class ResidencyConfig:
     window_pages: tuple[int | None, ...] = ()
     sliding_pages: tuple[int | None, ...] = ()
     sliding_slots: int = 0
+    drops_passed: bool = False
 
     def __post_init__(self) -> None:
         assert len(self.sliding_pages) in (0, self.layers), self.sliding_pages
@@ -86,10 +90,7 @@ class ResidencyConfig:
 
     def first_pages(self, writable_page: int) -> tuple[int, ...]:
         """By layer, the first page that a step which writes from ``writable_page`` on may see, whole groups; (): 0."""
-        return tuple(
-            0 if before is None else max(0, writable_page - before) // GROUP_PAGES * GROUP_PAGES
-            for before in self.sliding_pages
-        )
+        return tuple(first_page(before, writable_page) for before in self.sliding_pages)
 
     @property
     def copy_pages(self) -> int:
@@ -174,6 +175,13 @@ def most_sliding_pages(context_tokens: int, page_tokens: int, step_rows: int, be
     """The same of a layer whose rows see ``before`` pages before the one that is written."""
     pages = ceil_div(context_tokens, page_tokens)
     return min(pages, before + _touched(step_rows, page_tokens) + GROUP_PAGES - 1)
+
+
+def most_sliding_groups(context_tokens: int, page_tokens: int, step_rows: int, before: int) -> int:
+    """Groups of such a layer that its history holds at most, where it drops what its window has passed and nothing is
+    to come back to that: what the last step saw and what this one writes, and one that is made ahead of need."""
+    groups = ceil_div(ceil_div(context_tokens, page_tokens), GROUP_PAGES)
+    return min(groups, ceil_div(before + _touched(2 * step_rows, page_tokens) + GROUP_PAGES - 1, GROUP_PAGES) + 1)
 
 
 def _touched(step_rows: int, page_tokens: int) -> int:

@@ -4,6 +4,8 @@
 
 Slabs hold whole groups. A run never crosses a slab's end, since one copy needs one contiguous source; the oldest pages
 are streamed first, so a history that began with many small slabs would pay for them with copies in every step.
+
+A layer that slides has slabs of one group each: it streams nothing, and gives back what its window has passed.
 """
 
 from __future__ import annotations
@@ -30,8 +32,10 @@ class Slab:
         return self.first_page + self.pages
 
 
-def slab(index: int) -> Slab:
+def slab(index: int, *, slides: bool = False) -> Slab:
     """The slab of that number."""
+    if slides:
+        return Slab(index, index * GROUP_PAGES, GROUP_PAGES)
     if index == 0:
         return Slab(0, 0, _FIRST)
     if index == 1:
@@ -39,6 +43,8 @@ def slab(index: int) -> Slab:
     return Slab(index, (index - 1) * _FULL, _FULL)
 
 
-def slab_of(page: int) -> Slab:
+def slab_of(page: int, *, slides: bool = False) -> Slab:
     """The slab that holds ``page``."""
+    if slides:
+        return slab(page // GROUP_PAGES, slides=True)
     return slab(0) if page < _FIRST else slab(page // _FULL + 1)

@@ -88,9 +88,9 @@ SETTINGS = (
         default=False, relevance="accept", env="LLAMA_ARG_NO_KV_STREAM_RS_ROLLBACK",
         note=(Rule("taking back rows needs no snapshots"),)),
     _kv("swa_full", ("--swa-full",), SWITCH,
-        "Keep the whole history of sliding-window layers.",
-        default=False, relevance="accept", env="LLAMA_ARG_SWA_FULL",
-        note=(Rule("no supported model has sliding-window layers"),)),
+        "Keep in host memory what sliding-window layers have passed: a prompt then goes back to any place in the text, "
+        "not to checkpoints alone. --context-shift keeps it too.",
+        default=False, env="LLAMA_ARG_SWA_FULL"),
     _kv("kv_unified", ("-kvu", "--kv-unified"), SWITCH,
         "One KV pool for all slots.",
         default=True, relevance="accept", env="LLAMA_ARG_KV_UNIFIED", off=("-no-kvu", "--no-kv-unified"),

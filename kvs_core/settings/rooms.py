@@ -156,6 +156,7 @@ class KvSettings:
     auxiliary_layers  MTP layers with KV that the model is thought to have; None: whatever it has
     window_tokens  window mode: newest tokens of a layer that stay on the device, but for what ``window_layers`` says
     ring_tiles  window mode: runs that fit into the ring; None: the engine chooses
+    swa_full    the history keeps what the windows of layers that slide have passed
     """
 
     type_k: str = "f16"
@@ -173,6 +174,7 @@ class KvSettings:
     window_tokens: int | None = None
     window_layers: tuple[LayerWindow, ...] = ()
     ring_tiles: int | None = None
+    swa_full: bool = False
 
     def __post_init__(self) -> None:
         self._check_windows()

@@ -121,7 +121,7 @@ SETTINGS = (
         "Host RAM for conversations that are set aside; -1: no limit, 0: none are. Checkpoints of one have as much.",
         default=8192, unit="MiB", env="LLAMA_ARG_CACHE_RAM"),
     _cache("ctx_checkpoints", ("-ctxcp", "--ctx-checkpoints", "--swa-checkpoints"), integer(0, _I32),
-        "Checkpoints of recurrent state kept per conversation, to go back to.",
+        "Checkpoints kept per conversation, to go back to: of recurrent state, and of what sliding windows see.",
         default=32, env="LLAMA_ARG_CTX_CHECKPOINTS"),
     _cache("checkpoint_min_step", ("-cms", "--checkpoint-min-step"), integer(0, _I32),
         "Tokens between checkpoints.",

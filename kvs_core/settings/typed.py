@@ -153,6 +153,7 @@ def engine_settings(values: Values) -> EngineSettings:
             window_tokens=values["window_tokens"],
             window_layers=values["window_layers"] or (),
             ring_tiles=values["ring_tiles"],
+            swa_full=values["swa_full"],
         ),
         rope=_rope(values),
         device=DeviceSettings(

@@ -1,14 +1,17 @@
-"""HostHistory: the complete KV of one cache in host memory, per layer a list of slabs. The authority.
+"""HostHistory: the KV of one cache in host memory, per layer a number of slabs. The authority, and complete: but of
+layers that slide, what windows have passed may be gone if nothing is to come back to it.
 
 Slabs grow with the context (``paging.slabs``). A helper thread pins the next ones before they are needed, a layer at a
 time, since pinning is slow; ``ensure`` waits for it only if the context has caught up. Where no more can be pinned but
 there is RAM, as in WSL, slabs are pageable from then on, until the history is another.
+
+Slabs that layers give back, see ``drop``, are used again for their next ones, as in a ring.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,29 +22,41 @@ from kvs_core.device.base import Buffer, Device
 from kvs_core.device.pageable import PageableBytes, pageable_bytes
 from kvs_core.device.shortage import pinning_advice_here, ram_left
 from kvs_core.errors import DeviceError, DeviceMemoryError
+from kvs_core.paging.passed import Slides
 from kvs_core.paging.schedule import Run
-from kvs_core.paging.slabs import slab, slab_of
-from kvs_core.units import MIB
+from kvs_core.paging.slabs import Slab, slab, slab_of
+from kvs_core.units import MIB, ceil_div
 
 LOGGER = logging.getLogger(__name__)
+
+_MOST_SPARE = 2   # slabs of a layer that slides which wait to be used again
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ParkedHistory:
-    """The published pages of ``tokens`` tokens, per layer the slabs that hold them, while no cache uses them."""
+    """The published pages of ``tokens`` tokens while no cache uses them: per layer the slabs that hold them, by number.
+    """
 
     tokens: int
     page_bytes: tuple[int, ...]   # by layer
-    slabs: tuple[tuple[np.ndarray, ...], ...]
+    slides: Slides
+    slabs: tuple[Mapping[int, np.ndarray], ...]
 
     @property
     def size_bytes(self) -> int:
         """Host memory."""
-        return sum(part.nbytes for slabs in self.slabs for part in slabs)
+        return sum(part.nbytes for slabs in self.slabs for part in slabs.values())
 
-    def page(self, layer: int, page: int) -> np.ndarray:
-        """The bytes of one page, uint8 [page_bytes]."""
-        return _pages_of(self.slabs[layer], page, 1, self.page_bytes[layer])
+    def nearest(self, tokens: int) -> int:
+        """The last position up to ``tokens`` at which all pages are there that a sequence needs to go on."""
+        return self.slides.nearest(tokens, self.slabs)
+
+    def pages(self, layer: int, tokens: int) -> Iterator[tuple[int, np.ndarray]]:
+        """The pages of a layer that are there of the first ``tokens`` tokens, and the bytes of each."""
+        slides = self.slides.before[layer] is not None
+        for page in range(ceil_div(tokens, self.slides.page_tokens)):
+            if slab_of(page, slides=slides).index in self.slabs[layer]:
+                yield page, _pages_of(self.slabs[layer], page, 1, self.page_bytes[layer], slides)
 
 
 class HostHistory:
@@ -53,12 +68,17 @@ class HostHistory:
     has_pageable  some slab is not pinned
     """
 
-    def __init__(self, device: Device, page_bytes: Sequence[int], capacity_pages: int) -> None:
+    def __init__(
+        self, device: Device, page_bytes: Sequence[int], capacity_pages: int, slides: Slides | None = None
+    ) -> None:
+        """``slides``: None: no layer does."""
         self._device = device
+        self.slides = Slides((None,) * len(page_bytes), 1) if slides is None else slides
         self._page_bytes = tuple(page_bytes)
         self._capacity_pages = capacity_pages
         layers = len(self._page_bytes)
-        self._slabs: list[list[np.ndarray]] = [[] for _ in range(layers)]
+        self._slabs: list[dict[int, np.ndarray]] = [{} for _ in range(layers)]
+        self._spare: list[list[np.ndarray]] = [[] for _ in range(layers)]
         self._helper = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvs-pin")
         self._ahead: list[Future[np.ndarray] | None] = [None] * layers
         self.reclaim: Callable[[], bool] = lambda: False
@@ -68,28 +88,59 @@ class HostHistory:
     @property
     def size_bytes(self) -> int:
         """Bytes held now."""
-        return sum(part.nbytes for slabs in self._slabs for part in slabs)
+        held = sum(part.nbytes for slabs in self._slabs for part in slabs.values())
+        return held + sum(part.nbytes for spare in self._spare for part in spare)
 
     def is_pinned(self, layer: int, run: Run) -> bool:
         """Whether a layer's bytes of a run's pages are: only then can a step that copies them be captured."""
-        return not isinstance(self._slabs[layer][slab_of(run.first_page).index], PageableBytes)
+        return not isinstance(self._slabs[layer][self._slab_of(layer, run.first_page).index], PageableBytes)
 
-    def ensure(self, pages: int) -> None:
-        """Have room for pages [0, pages) of every layer. ``DeviceError`` if there is no more; nothing is lost."""
-        if pages == 0:
-            return
-        last = slab_of(pages - 1)
+    def ensure(self, pages: int, firsts: Sequence[int] = ()) -> None:
+        """Have room for the pages of every layer from its first one, (): 0, up to ``pages``. ``DeviceError`` if there
+        is no more; nothing is lost."""
         for layer, slabs in enumerate(self._slabs):
-            while len(slabs) <= last.index:
-                slabs.append(self._take(layer, len(slabs)))
+            first = firsts[layer] if firsts else 0
+            if first < pages:
+                for index in range(self._slab_of(layer, first).index, self._slab_of(layer, pages - 1).index + 1):
+                    if index not in slabs:
+                        slabs[index] = self._take(layer, index)
         # Begin with the next slab when the last one is half full, one layer after the other.
-        ahead = last.index + 1
-        if self.has_pageable:
+        if pages == 0 or self.has_pageable:
             return   # there is nothing to be pinned
-        if pages - last.first_page > last.pages // 2 and slab(ahead).first_page < self._capacity_pages:
-            for layer in range(len(self._slabs)):
-                if self._ahead[layer] is None and len(self._slabs[layer]) == ahead:
-                    self._ahead[layer] = self._helper.submit(self._allocate, layer, ahead)
+        for layer, slabs in enumerate(self._slabs):
+            last = self._slab_of(layer, pages - 1)
+            if pages - last.first_page <= last.pages // 2 or last.end_page >= self._capacity_pages:
+                continue
+            if self._ahead[layer] is None and not self._spare[layer] and last.index + 1 not in slabs:
+                self._ahead[layer] = self._helper.submit(self._allocate, layer, last.index + 1)
+
+    def ensure_page(self, layer: int, page: int) -> None:
+        """Have room for one page and, of a layer that sees everything, those before it. Errors as above."""
+        index = self._slab_of(layer, page).index
+        for each in (index,) if self._slides(layer) else range(index + 1):
+            if each not in self._slabs[layer]:
+                self._slabs[layer][each] = self._take(layer, each)
+
+    def nearest(self, tokens: int) -> int:
+        """See ``ParkedHistory``."""
+        return self.slides.nearest(tokens, self._slabs)
+
+    def holds(self, layer: int, page: int) -> bool:
+        """Whether there is memory for a page."""
+        return self._slab_of(layer, page).index in self._slabs[layer]
+
+    def drop(self, firsts: Sequence[int], positions: Sequence[int]) -> None:
+        """Give back what lies before the first page of each layer, but for what a sequence needs to go on at one of
+        these positions. Every page of it has been published."""
+        for layer, index in self._passed(firsts, positions):
+            self._give_back(layer, index)
+
+    def cut(self, pages: int) -> None:
+        """Give back the memory of layers that slide behind the first ``pages`` pages, which hold nothing."""
+        for layer, slabs in enumerate(self._slabs):
+            if self._slides(layer):
+                for index in [index for index in slabs if index >= _slabs_for(pages, slides=True)]:
+                    self._give_back(layer, index)
 
     def page(self, layer: int, page: int) -> Buffer:
         """The bytes of one page, uint8 [page_bytes]."""
@@ -99,39 +150,88 @@ class HostHistory:
         """A layer's bytes of a run's pages, uint8 [pages * page_bytes]: one contiguous piece of one slab."""
         return self._range(layer, run.first_page, run.pages)
 
+    def runs(self, layer: int, pages: range) -> list[Run]:
+        """Consecutive pages of a layer in pieces that lie in one slab each; no slots."""
+        runs, first = [], pages.start
+        while first < pages.stop:
+            end = min(pages.stop, self._slab_of(layer, first).end_page)
+            runs.append(Run(layer, first, end - first, 0))
+            first = end
+        return runs
+
     def bytes_of(self, pages: int) -> int:
         """Bytes that ``hand_over`` would give away."""
-        return sum(part.nbytes for slabs in self._slabs for part in slabs[: _slabs_for(pages)])
+        return sum(part.nbytes for slabs in self._given(pages) for part in slabs.values())
+
+    def passed_bytes(self, firsts: Sequence[int], positions: Sequence[int]) -> int:
+        """Bytes that ``drop`` would give back."""
+        return sum(self._slabs[layer][index].nbytes for layer, index in self._passed(firsts, positions))
 
     def hand_over(self, pages: int, tokens: int) -> ParkedHistory:
         """Give away the memory of pages [0, pages), which hold ``tokens`` tokens, and be empty. Nothing is copied."""
-        given = tuple(tuple(slabs[: _slabs_for(pages)]) for slabs in self._slabs)
+        given = self._given(pages)
         self._let_go()
-        return ParkedHistory(tokens, self._page_bytes, given)
+        return ParkedHistory(tokens, self._page_bytes, self.slides, given)
 
     def adopt(self, parked: ParkedHistory) -> None:
         """Be what was handed over, in the same memory; ``parked`` is not to be used any more."""
         self._let_go()
-        self._slabs = [list(slabs) for slabs in parked.slabs]
-        self.has_pageable = any(isinstance(part, PageableBytes) for slabs in self._slabs for part in slabs)
+        self._slabs = [dict(slabs) for slabs in parked.slabs]
+        self.has_pageable = any(isinstance(part, PageableBytes) for slabs in self._slabs for part in slabs.values())
 
     def close(self) -> None:
         """Let go of the memory."""
         self._helper.shutdown(wait=True, cancel_futures=True)
-        self._slabs = [[] for _ in self._slabs]
+        self._empty()
 
     def _range(self, layer: int, first_page: int, pages: int) -> Buffer:
-        return _pages_of(self._slabs[layer], first_page, pages, self._page_bytes[layer])
+        return _pages_of(self._slabs[layer], first_page, pages, self._page_bytes[layer], self._slides(layer))
+
+    def _slides(self, layer: int) -> bool:
+        return self.slides.before[layer] is not None
+
+    def _slab_of(self, layer: int, page: int) -> Slab:
+        return slab_of(page, slides=self._slides(layer))
+
+    def _given(self, pages: int) -> tuple[dict[int, np.ndarray], ...]:
+        return tuple(
+            {index: part for index, part in slabs.items() if index < _slabs_for(pages, slides=self._slides(layer))}
+            for layer, slabs in enumerate(self._slabs)
+        )
+
+    def _passed(self, firsts: Sequence[int], positions: Sequence[int]) -> list[tuple[int, int]]:
+        """Layer and number of the slabs that ``drop`` gives back."""
+        passed = []
+        for layer, slabs in enumerate(self._slabs):
+            if self._slides(layer) and any(slab(index, slides=True).end_page <= firsts[layer] for index in slabs):
+                wanted = {group for position in positions for group in self.slides.groups(layer, position)}
+                passed += [
+                    (layer, index) for index in slabs
+                    if index not in wanted and slab(index, slides=True).end_page <= firsts[layer]
+                ]
+        return passed
+
+    def _give_back(self, layer: int, index: int) -> None:
+        memory = self._slabs[layer].pop(index)
+        self._device.discard(memory)
+        if len(self._spare[layer]) < _MOST_SPARE:
+            self._spare[layer].append(memory)
+
+    def _empty(self) -> None:
+        self._slabs = [{} for _ in self._slabs]
+        self._spare = [[] for _ in self._slabs]
 
     def _let_go(self) -> None:
         for future in self._ahead:
             if future is not None:
                 future.cancel()   # one that is under way ends, and nobody takes what it has made
         self._ahead = [None for _ in self._slabs]
-        self._slabs = [[] for _ in self._slabs]
+        self._empty()
         self.has_pageable = False
 
     def _take(self, layer: int, index: int) -> np.ndarray:
+        if self._spare[layer]:
+            return self._spare[layer].pop()
         future = self._ahead[layer]
         self._ahead[layer] = None
         if future is not None:
@@ -154,8 +254,9 @@ class HostHistory:
             return memory
 
     def _allocate(self, layer: int, index: int, *, pinned: bool = True) -> np.ndarray:
-        where = slab(index)
-        pages = min(where.pages, self._capacity_pages - where.first_page)
+        where = slab(index, slides=self._slides(layer))
+        # One that is used again is as large as any of its layer.
+        pages = where.pages if self._slides(layer) else min(where.pages, self._capacity_pages - where.first_page)
         size = pages * self._page_bytes[layer]
         try:
             return self._device.allocate_pinned(size) if pinned else pageable_bytes(size, "the KV history")
@@ -166,13 +267,15 @@ class HostHistory:
             ) from error
 
 
-def _slabs_for(pages: int) -> int:
-    return slab_of(pages - 1).index + 1 if pages else 0
+def _slabs_for(pages: int, *, slides: bool) -> int:
+    return slab_of(pages - 1, slides=slides).index + 1 if pages else 0
 
 
-def _pages_of(slabs: Sequence[np.ndarray], first_page: int, pages: int, page_bytes: int) -> np.ndarray:
+def _pages_of(
+    slabs: Mapping[int, np.ndarray], first_page: int, pages: int, page_bytes: int, slides: bool
+) -> np.ndarray:
     """Consecutive pages of one slab."""
-    where = slab_of(first_page)
+    where = slab_of(first_page, slides=slides)
     assert first_page + pages <= where.end_page, f"pages [{first_page}, {first_page + pages}) cross a slab's end"
     start = (first_page - where.first_page) * page_bytes
     return slabs[where.index][start : start + pages * page_bytes]

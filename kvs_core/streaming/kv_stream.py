@@ -9,7 +9,7 @@ Leaving the block without ``settle`` (an error, a caller who stops) drops the ro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
@@ -22,6 +22,7 @@ from kvs_core.errors import BudgetError, DeviceError
 from kvs_core.memory.phases import Phase
 from kvs_core.paging.cache import LogicalCache
 from kvs_core.paging.geometry import GROUP_PAGES, PageGeometry
+from kvs_core.paging.passed import Slides
 from kvs_core.paging.residency import Observation, ResidencyConfig, ResidencyState, residency_step
 from kvs_core.paging.shift import PageMove, plan_shift
 from kvs_core.paging.slots import PageId
@@ -114,7 +115,9 @@ class KvStream:
         self._pages = 0                                      # pages per layer that exist, resident or streamed
         self._pools = Pools([config.is_apart(layer) for layer in range(config.layers)])
         self._page_bytes = tuple(each.page_bytes for each in self.geometries)
-        self._history = HostHistory(device, self._page_bytes, geometry.pages_of(capacity_tokens))
+        slides = Slides(config.sliding_pages or (None,) * config.layers, geometry.page_tokens)
+        self._history = HostHistory(device, self._page_bytes, geometry.pages_of(capacity_tokens), slides)
+        self._kept: tuple[int, ...] = ()                     # positions to which something may come back
         self._publisher = Publisher(device, self.cache, self._history)
         self.streamer = Streamer(device, self._history, self._pools.view, reads)
         self._promoted: dict[PageId, Fence] = {}             # resident pages whose bytes are still on their way
@@ -215,12 +218,13 @@ class KvStream:
             self._publisher.poll()
             self._publish_full()   # nothing to do, unless a publication failed before
             pages = self.geometry.pages_of(positions.stop)
-            self._history.ensure(pages)
+            self._history.ensure(pages, self._config.first_pages(positions.start // self.geometry.page_tokens))
             pool_slots = self._pools.shared.pool_slots
             decision = self._decide(pool_slots, positions.start, pages, starved=self.streamer.take_starved())
             if decision.ring_bonus < self._state.ring_bonus or not decision.ring_bonus:
                 self._in_vain = False
             self._apply(decision, pool_slots, pages)
+            self._drop_from_history()
             self.streamer.pump()
         except BaseException:
             self.abandon()
@@ -233,6 +237,38 @@ class KvStream:
 
         What was copied ahead stays, as far as it is still to be streamed: full pages that are left do not change.
         """
+        assert self.nearest(tokens) == tokens, f"what windows saw at {tokens} tokens has left the history"
+        self._truncate(tokens)
+        if self.drops_passed:
+            self._history.cut(self.geometry.pages_of(tokens))
+
+    def nearest(self, tokens: int) -> int:
+        """The last position up to ``tokens`` to which ``truncate`` can go: any of them, unless windows have passed what
+        they would see there."""
+        return self._history.nearest(tokens)
+
+    def keep(self, positions: Sequence[int]) -> None:
+        """From now on ``truncate`` can go to these positions, whatever windows pass, as far as it can now. To others
+        that windows have passed it can no longer, where the policy drops what they pass. Between steps."""
+        self._kept = tuple(positions)
+        self._drop_from_history()
+
+    @property
+    def drops_passed(self) -> bool:
+        """Whether the history gives back what windows have passed."""
+        return self._config.drops_passed
+
+    def _drop_from_history(self) -> None:
+        if self.drops_passed:
+            self._history.drop(self._passed_firsts, self._kept)
+
+    @property
+    def _passed_firsts(self) -> Sequence[int]:
+        """Of each layer, the first page that is on the device, or that the next step needs, if that comes before."""
+        firsts = self._config.first_pages(self.cache.committed // self.geometry.page_tokens)
+        return [min(pair) for pair in zip(self._state.first_pages or (0,) * self.layers, firsts, strict=True)]
+
+    def _truncate(self, tokens: int) -> None:
         assert self._step is None
         pages = self.geometry.pages_of(tokens)
         self._publisher.wait_all()
@@ -301,7 +337,7 @@ class KvStream:
 
     def room_for(self, layer: int, page: int) -> np.ndarray:
         """The history's memory for a page that ``restore`` is to find there, uint8 [page_bytes]."""
-        self._history.ensure(page + 1)
+        self._history.ensure_page(layer, page)
         return np.asarray(self._history.page(layer, page))
 
     def park(self) -> ParkedHistory:
@@ -312,7 +348,7 @@ class KvStream:
         self.drain()
         self._forget_ring()
         tokens = self.cache.committed
-        self.truncate(0)
+        self._truncate(0)
         return self._history.hand_over(self.geometry.pages_of(tokens), tokens)
 
     def take_back(self, parked: ParkedHistory) -> None:
@@ -320,10 +356,12 @@ class KvStream:
         self.restore(parked.tokens)
         self._history.adopt(parked)   # last: nothing fails behind it
 
-    @property
-    def parked_bytes(self) -> int:
-        """Pinned bytes that ``park`` would give away now."""
-        return self._history.bytes_of(self.geometry.pages_of(self.cache.committed))
+    def parked_bytes(self, kept: Sequence[int] | None = None) -> int:
+        """Pinned bytes that ``park`` would give away now, or after ``keep(kept)``."""
+        held = self._history.bytes_of(self.geometry.pages_of(self.cache.committed))
+        if kept is None or not self.drops_passed:
+            return held
+        return held - self._history.passed_bytes(self._passed_firsts, kept)
 
     @property
     def sliding_page_bytes(self) -> int:
@@ -363,6 +401,16 @@ class KvStream:
             ring = tuple(sorted(set(filter(None, inside)), key=lambda run: run.start))
             made.append(LayerPlaces(self._pages, going, ring, first))
         return made
+
+    def history_pages(self, layer: int) -> Iterator[tuple[int, np.ndarray]]:
+        """The pages of a layer that the history holds of what is committed, and the bytes of each."""
+        for page in range(self.geometry.pages_of(self.cache.committed)):
+            if self._history.holds(layer, page):
+                yield page, self.history_page(layer, page)
+
+    def needed_pages(self, layer: int, tokens: int) -> range:
+        """Those that ``restore(tokens)`` has to find in the history."""
+        return self._history.slides.needed(layer, tokens)
 
     def history_page(self, layer: int, page: int) -> np.ndarray:
         """The published bytes of a page (for saving and for tests)."""

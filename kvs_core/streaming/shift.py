@@ -20,9 +20,7 @@ from dataclasses import dataclass
 from kvs_core.device.base import AttentionParams, Buffer, Device, Fence
 from kvs_core.errors import BudgetError
 from kvs_core.paging.geometry import PageGeometry
-from kvs_core.paging.schedule import Run
 from kvs_core.paging.shift import PageMove
-from kvs_core.paging.slabs import slab_of
 from kvs_core.streaming.history import HostHistory
 from kvs_core.units import MIB, ceil_div, mib_ceil
 
@@ -126,7 +124,7 @@ class ShiftThrough:
         moved = 0
         sources = range(moves[0].sources.start, moves[-1].sources.stop)
         at = {page: self._pages(size, area + number, 1) for number, page in enumerate(sources)}
-        for run in _runs(layer.index, sources):
+        for run in history.runs(layer.index, sources):
             there = self._pages(size, area + run.first_page - sources.start, run.pages)
             device.enqueue_copy(there, history.run(layer.index, run), device.copy)
             moved += there.nbytes
@@ -158,12 +156,3 @@ def _sizes(layers: Sequence[ShiftLayer]) -> set[int]:
 def _batch_pages(page_bytes: int) -> int:
     return ceil_div(_BATCH_BYTES, page_bytes)
 
-
-def _runs(layer: int, pages: range) -> list[Run]:
-    """Consecutive pages in pieces that lie in one slab each."""
-    runs, first = [], pages.start
-    while first < pages.stop:
-        end = min(pages.stop, slab_of(first).end_page)
-        runs.append(Run(layer, first, end - first, 0))
-        first = end
-    return runs

@@ -45,6 +45,24 @@ def test_a_session_goes_on_behind_a_shift(kvs: Kvs, tiny_llama: Path, tmp_path: 
     assert first.out + second.out == kvs(*common, "-p", PROMPT, "-n", 500).out
 
 
+def test_a_session_that_filled_its_context_goes_on(kvs: Kvs, tiny_llama: Path, tmp_path: Path) -> None:
+    """With the flag there is room at once, as in a run that had it from the beginning, and again later; without, the
+    error says that there is none."""
+    file = tmp_path / "talk.kvs"
+    common = ("run", "-m", tiny_llama, "-c", 256, *GREEDY, "--ignore-eos")
+    first = kvs(*common, "-p", PROMPT, "--session", file, "--json").json
+    assert first["stop_reason"] == "context"
+    assert "the prompt has 256 tokens, the context holds 256" in kvs(*common, "-p", "", "--session", file).error
+    shifted = (*common, "--context-shift", "--keep", 3)
+    whole = kvs(*shifted, "-p", PROMPT, "-n", first["generated_tokens"] + 190, "--json").json
+    made = list(first["token_ids"])
+    for count in (40, 150):
+        more = kvs(*shifted, "-p", "", "-n", count, "--session", file, "--json").json
+        assert more["generated_tokens"] == count
+        made += more["token_ids"]
+    assert made == whole["token_ids"]
+
+
 def test_a_shift_that_is_interrupted_leaves_the_session_file(
     kvs: Kvs, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -176,13 +176,19 @@ def test_two_shapes_of_pages_and_who_reads_whose(kvs: Kvs, tiny_gemma4: Path) ->
     assert (kv["layers"], kv["token_bytes"]) == (3, 2 * sliding + full)
     assert [layer["reads_layer"] for layer in plan["layers"]] == [None, None, None, 1, 2]
     assert [layer["kv_token_bytes"] for layer in plan["layers"]] == [sliding, sliding, full, 0, 0]
-    assert plan["history_bytes"] == plan["pages"] // 3 * 32 * kv["token_bytes"]
+    # Of layers that slide what a step of 64 sees and the one before it saw, 11 pages, and a group ahead of need.
+    assert plan["history_bytes"] == plan["pages"] // 3 * 32 * full + 16 * 32 * 2 * sliding
+    assert plan["history_checkpoint_bytes"] == 8 * 32 * 2 * sliding   # 80 tokens lie in 4 pages, of one group or two
+    whole = info(kvs, tiny_gemma4, *SMALL, "-c", "16384", "--kv-stream-arena-mib", "2", "--swa-full")["plan"]
+    assert whole["history_bytes"] == plan["pages"] // 3 * 32 * kv["token_bytes"]
+    assert whole["history_checkpoint_bytes"] == 0
     assert plan["phases"]["prefill"]["sliding_pool_slots"] == plan["phases"]["decode"]["sliding_pool_slots"] > 0
     streamed = plan["layers"][2]["streamed_pages"]
     assert plan["streamed_pages_per_step"] == 2 * streamed > 0   # both layers that read them
     assert plan["streamed_bytes_per_step"] == 2 * streamed * kv["page_bytes"]
     out = kvs("info", "-m", tiny_gemma4, *SMALL, "-c", "16384", "--kv-stream-arena-mib", "2").out
     for words in ("6,656 bytes, or 13,312 bytes where it sees a window\n", " of layers that see a window\n",
+                  " MiB for each checkpoint\n",
                   "last 80 tokens, reads the KV of layer 1\n", "full, reads the KV of layer 2\n"):
         assert words in out, out
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from kvs_core.device import pageable
 from kvs_core.device.base import Device
 from kvs_core.device.cuda.device import CudaDevice
 from kvs_core.device.host.device import HostDebug, HostDevice
+from kvs_core.engine.engine import Engine
+from kvs_core.errors import DeviceMemoryError
 from kvs_core.paging import slabs
 from tests.cli.conftest import GREEDY, Ended, Kvs
 from tests.engine.machines import MACHINES, Machine, Watched, machine_of
@@ -164,3 +167,35 @@ def test_text_that_was_written_stays(
         r"^error: no host memory for .* MiB more of KV history .* of RAM are free\); lower --ctx-size",
         ended.err.splitlines()[-1],
     )
+
+
+def test_an_error_within_the_text_comes_with_what_there_is(
+    kvs: Kvs, monkeypatch: pytest.MonkeyPatch, tiny_llama: Path
+) -> None:
+    """As JSON: the tokens so far, their text and the error; the line on stderr and the exit code are those of any
+    error. Within the prompt there is nothing to print."""
+    common = ("run", "-m", tiny_llama, "-p", PROMPT, "-n", 20, "--ignore-eos", *WRITES)
+    whole = kvs(*common, "--json").json
+    steps, opened = 0, Engine.open
+
+    def failing(engine: Engine, *given: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        if steps > 7:
+            raise DeviceMemoryError("no host memory for 3 MiB more of KV history; lower --ctx-size")
+        return opened(engine, *given)
+
+    monkeypatch.setattr(Engine, "open", failing)
+    ended = kvs(*common, "--json")
+    assert (ended.code, ended.out.count("\n")) == (1, 1)
+    got = json.loads(ended.out)
+    error = "no host memory for 3 MiB more of KV history; lower --ctx-size"
+    assert ended.err.splitlines()[-1] == f"error: {error}"
+    assert (got["error"], got["stop_reason"], got["generated_tokens"]) == (error, "error", 8)
+    assert got["token_ids"] == whole["token_ids"][:8]
+    assert whole["text"].startswith(got["text"])
+    assert got.keys() == {*whole, "error"}
+    steps = 0
+    assert kvs(*common).err.splitlines()[-1] == f"error: {error}"
+    monkeypatch.setattr(Engine, "step", failing)   # no more of them
+    assert kvs(*common, "--json").error == error

@@ -54,13 +54,13 @@ def ours(
 @contextmanager
 def session(
     path: Path, *, type_k: str = "f32", type_v: str = "f32", round_q: bool = False, rotation: bool = True,
-    context: int = 2048,
+    context: int = 2048, shift: bool = False,
 ) -> Iterator[Session]:
     """A session of kvs on a fresh engine."""
     device = HostDevice(1, debug=HostDebug(round_q=round_q))
     engine = Engine(
         GgufFile.open(path), device,
-        context=ContextSettings(ctx_size=context),
+        context=ContextSettings(ctx_size=context, shift=shift),
         kv=KvSettings(type_k=type_k, type_v=type_v, rotation=rotation),
         rope=RopeSettings(),
     )

@@ -173,7 +173,7 @@ class Left:
         committed = built.committed
         rows, drafts = [], []
         for layer, geometry in enumerate(kv.geometries):
-            for page in range(geometry.pages_of(committed)):
+            for page in kv.needed_pages(layer, committed):   # what windows have passed may be gone
                 filled = min(geometry.page_tokens, committed - page * geometry.page_tokens)
                 data = kv.history_page(layer, page)
                 for head in range(geometry.kv_heads):

@@ -108,7 +108,7 @@ def test_streamed_and_resident_stay_the_same(
     """After shifts anywhere and of any size, logits and the history have the bits of a run that holds every page; where
     a device has memory of its own too."""
     path = tiny_models[model]
-    with engine(path, kv=kv_settings(*types, residency_mode="resident")) as built:
+    with engine(path, kv=kv_settings(*types, residency_mode="resident"), shift=True) as built:
         wanted = play(built, cuts)
     others: dict[str, Any] = {"ring_slots": ring, "run_pages": run_pages}
     if windows:
@@ -117,7 +117,8 @@ def test_streamed_and_resident_stay_the_same(
         others = {"residency_mode": "window", "window_tokens": 64, "window_layers": told}
     device = partial(ApartDevice if apart else HostDevice, 1, debug=hostile(seed))
     with engine(
-        path, kv=kv_settings(*types, **others), pool=pool, fixed=fixed, lower=True, device=device
+        path, kv=kv_settings(*types, **others), pool=pool, fixed=fixed, lower=True, device=device,
+        shift=True,
     ) as built, patch.object(shift, "_BATCH_BYTES", 1 + run_pages * built.geometry.page_bytes):
         assert play(built, cuts) == wanted
 
@@ -132,7 +133,7 @@ def test_a_device_with_memory_of_its_own_gives_the_same(
     made = []
     for device in (HostDevice, ApartDevice):
         with engine(
-            tiny_models[model], kv=kv_settings(), pool=pool, fixed=True,
+            tiny_models[model], kv=kv_settings(), pool=pool, fixed=True, shift=True,
             device=partial(device, 1, debug=HostDebug(poison=True)),
         ) as built, patch.object(shift, "_BATCH_BYTES", 1):
             assert (built.shapes.sliding is not None) == (model == "gemma4")
@@ -170,7 +171,7 @@ def test_keys_get_the_positions_of_the_shorter_text(tmp_path: Path, arch: str, r
     for the tables of every arch, for windows and for scaled positions. Float32 apart, of whose rounding this is."""
     told = text(256, 400)
     built = Engine(
-        GgufFile.open(one_layer(tmp_path, arch)), HostDevice(1), context=ContextSettings(ctx_size=512),
+        GgufFile.open(one_layer(tmp_path, arch)), HostDevice(1), context=ContextSettings(ctx_size=512, shift=True),
         kv=KvSettings("f32", "f32", 32), rope=rope,
     )
     try:
@@ -201,7 +202,7 @@ def test_shifts_are_those_of_llamacpp(tiny_models: dict[str, Path], arch: str, t
     path = tiny_models[arch]
     told, cuts = text(256, 420), ((30, 100), (4, 60))
     made = []
-    with session(path, type_k=types[0], type_v=types[1], round_q=True, context=512) as ours:
+    with session(path, type_k=types[0], type_v=types[1], round_q=True, context=512, shift=True) as ours:
         made.append(ours.prefill(told[:300], all_logits=True))
         for (keep, discard), more in zip(cuts, (told[300:350], told[350:]), strict=True):
             ours.shift(keep, discard)
@@ -272,7 +273,7 @@ def write(
 ) -> Written:
     """``count`` tokens, in a context that holds few."""
     with engine(
-        path, kv=kv_settings(), pool=pool, fixed=True, context=context, debug=HostDebug(poison=True),
+        path, kv=kv_settings(), pool=pool, fixed=True, context=context, debug=HostDebug(poison=True), shift=shifts,
         drafting=Drafting.of(told.types) if told.types else NO_DRAFTING,
     ) as built:
         session = Session(built)

@@ -71,7 +71,7 @@ def test_bits_and_numbers(
     for pool, on_host in ((None, False), (0.0, False), (None, True)):
         runtime = machine.runtime()
         with engine(
-            path, kv=kv_settings(*types, page_tokens=page), pool=pool, fixed=True, context=8 * page,
+            path, kv=kv_settings(*types, page_tokens=page), pool=pool, fixed=True, context=8 * page, shift=True,
             device=None if on_host else lambda runtime=runtime: machine.device(runtime),
         ) as built:
             order = PageOrder.FRAGMENTS if page == 256 and not on_host else PageOrder.ROWS

@@ -133,12 +133,12 @@ def test_memory_is_given_away_and_not_copied(path: Path) -> None:
         assert session.engine.report().stats.history_bytes == 0
         given = parked.sequence.history.slabs
         needed = slab_of(session.engine.geometry.pages_of(len(A)) - 1).index + 1
-        assert [[id(part) for part in layer] for layer in given] == [
-            [id(part) for part in layer[:needed]] for layer in slabs
+        assert [[id(part) for part in layer.values()] for layer in given] == [
+            [id(layer[index]) for index in range(needed)] for layer in slabs
         ]
         session.unpark(parked)
-        assert [[id(part) for part in layer] for layer in session.engine._kv._history._slabs] == [
-            [id(part) for part in layer] for layer in given
+        assert [[id(part) for part in layer.values()] for layer in session.engine._kv._history._slabs] == [
+            [id(part) for part in layer.values()] for layer in given
         ]
 
 

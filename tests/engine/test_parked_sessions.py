@@ -12,12 +12,13 @@ from kvs_core.engine.checkpoints import Checkpoint, ParkedSequence
 from kvs_core.engine.parked import ParkedSessions, parts_from
 from kvs_core.engine.session import ParkedSession
 from kvs_core.models.recurrent import StateSnapshot
+from kvs_core.paging.passed import Slides
 from kvs_core.streaming.history import ParkedHistory
 
 
 def parked(tokens: list[int], size: int, places: tuple[int, ...] = (), *, can_rewind: bool = False) -> ParkedSession:
     """One of ``size`` bytes."""
-    history = ParkedHistory(len(tokens), (1,), ((np.zeros(size, np.uint8),),))
+    history = ParkedHistory(len(tokens), (1,), Slides((None,), 1), ({0: np.zeros(size, np.uint8)},))
     held = tuple(Checkpoint(StateSnapshot(place, {}), None) for place in places)
     return ParkedSession(
         tuple(tokens), ParkedSequence(history, Checkpoint(StateSnapshot(len(tokens), {}), None)), held, can_rewind

@@ -41,6 +41,7 @@ def engine(
     device: Callable[[], Device] | None = None,
     drafting: Drafting = NO_DRAFTING,
     gpu_layers: int | None = None,
+    shift: bool = False,
 ) -> Iterator[Engine]:
     """An engine whose pool lies between the least (0.0) and all pages (1.0); None: all pages.
 
@@ -49,8 +50,9 @@ def engine(
     device      what it runs on: by default the host, with ``debug``
     drafting    what it will be drafted with
     gpu_layers  see ``Engine``
+    shift       the context may be shifted
     """
-    wanted = ContextSettings(ctx_size=context, ubatch=ubatch)
+    wanted = ContextSettings(ctx_size=context, ubatch=ubatch, shift=shift)
     file = GgufFile.open(path)
     chosen = HostDevice(1, debug=debug) if device is None else device()
     try:

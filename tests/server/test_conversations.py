@@ -21,7 +21,7 @@ from kvs_core.units import MIB
 from tests.engine.tiny import engine, kv_settings
 from tests.server.running import Running, running
 from tests.server.scrapes import scrape
-from tests.support.tiny_gguf import write_tiny_qwen35
+from tests.support.tiny_gguf import write_tiny_gemma3, write_tiny_qwen35
 
 ONE_OFF = [9, *range(100, 112)]
 SHARED = [7 + index * 31 % 190 for index in range(120)]
@@ -33,9 +33,11 @@ def qwen_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_qwen35(tmp_path_factory.mktemp("tiny") / "qwen35.gguf", seed=1)
 
 
-@pytest.fixture(params=["qwen35", "llama"])
-def path(request: pytest.FixtureRequest, qwen_path: Path, llama_path: Path) -> Path:
-    """A model with recurrent layers, and one without."""
+@pytest.fixture(params=["qwen35", "llama", "gemma3"])
+def path(request: pytest.FixtureRequest, tmp_path: Path, qwen_path: Path, llama_path: Path) -> Path:
+    """A model with recurrent layers, one without, and one whose windows of 40 tokens pass most of a text."""
+    if request.param == "gemma3":
+        return write_tiny_gemma3(tmp_path / "gemma3.gguf", seed=2, window=40)
     return qwen_path if request.param == "qwen35" else llama_path
 
 
@@ -72,8 +74,9 @@ class Talk:
 
 
 def serve(path: Path, *flags: object) -> Any:
-    """A server for a context of 1024 tokens: at most 4 pages in a layer."""
-    return running("-m", path, "-c", 1024, *flags)
+    """A server for a context of 1024 tokens: at most 4 pages in a layer, but for small ones where windows pass them."""
+    small = ("--kv-page-tokens", 32) if "gemma3" in path.name else ()
+    return running("-m", path, "-c", 1024, *small, *flags)
 
 
 def alternate(server: Running, talks: int, turns: int) -> list[Talk]:

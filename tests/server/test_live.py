@@ -18,6 +18,7 @@ from kvs_core.paging.slots import PageId
 from kvs_core.streaming.kv_stream import LayerPlaces
 from tests.engine.tiny import engine, kv_settings
 from tests.server.running import running
+from tests.support.tiny_gguf import write_tiny_gemma3
 
 RESIDENT, RING, HOST = range(3)
 TOKENS = [3 + at % 200 for at in range(450)]
@@ -25,8 +26,10 @@ TOKENS = [3 + at % 200 for at in range(450)]
 
 @st.composite
 def layers(draw: st.DrawFn) -> LayerPlaces:
-    """A head, a cut, and runs between them."""
+    """A head, a cut, and runs between them; or a window, and what it has passed."""
     pages = draw(st.integers(0, 40))
+    if draw(st.booleans()):
+        return LayerPlaces(pages, range(0), (), draw(st.integers(0, pages)))
     cut = draw(st.integers(0, pages))
     head = draw(st.integers(0, cut))
     inside = sorted(draw(st.sets(st.integers(head, cut), max_size=6)))
@@ -41,9 +44,15 @@ def test_runs_say_of_each_page_where_it_is(layer: LayerPlaces) -> None:
     assert all(pages > 0 for _, pages in runs)
     shown = [place for place, pages in runs for _ in range(pages)]
     assert shown == [
-        RESIDENT if page not in layer.streamed else RING if any(page in run for run in layer.in_ring) else HOST
+        HOST if page < layer.first_page else RESIDENT if page not in layer.streamed
+        else RING if any(page in run for run in layer.in_ring) else HOST
         for page in range(layer.pages)
     ]
+
+
+def test_what_a_window_has_passed_is_not_resident() -> None:
+    """Of 13 pages, those before the window's first one are not on the device, and the others are."""
+    assert list(place_runs(LayerPlaces(13, range(0), (), 8))) == [(HOST, 8), (RESIDENT, 5)]
 
 
 def _shown(view: LiveView) -> list[list[int]]:
@@ -51,10 +60,13 @@ def _shown(view: LiveView) -> list[list[int]]:
     return [[place for place, pages in layer["runs"] for _ in range(pages)] for layer in layers]
 
 
-def test_places_are_those_of_the_table(llama_path: Path) -> None:
+@pytest.mark.parametrize("slides", [False, True])
+def test_places_are_those_of_the_table(llama_path: Path, tmp_path: Path, slides: bool) -> None:
     """In a small pool, between any two steps: what is called resident has a slot and nothing else has; what is called
-    in the ring are the runs copied ahead, and they fit into it. After a step back too."""
-    with engine(llama_path, kv=kv_settings(), pool=0.3, fixed=True) as built:
+    in the ring are the runs copied ahead, and they fit into it. After a step back too, and where windows have passed
+    pages."""
+    path = write_tiny_gemma3(tmp_path / "gemma3.gguf", seed=1) if slides else llama_path
+    with engine(path, kv=kv_settings(), pool=0.3, fixed=True) as built:
         session = Session(built)
         view = LiveView(Conversation(session, "", None), SlotView())
         assert _shown(view) == [[]] * 4
@@ -76,7 +88,7 @@ def test_places_are_those_of_the_table(llama_path: Path) -> None:
             check()
             seen |= {place for pages in _shown(view) for place in pages}
         assert seen == {RESIDENT, RING, HOST}
-        session.rewind(100)
+        session.rewind(built.nearest(100))
         check()
         session.rewind(0)
         check()

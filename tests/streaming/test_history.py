@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from kvs_core.device.host.device import HostDebug, HostDevice
 from kvs_core.errors import DeviceError
+from kvs_core.paging.passed import Slides, first_page
 from kvs_core.paging.schedule import Run, plan_schedule
 from kvs_core.paging.slabs import slab, slab_of
 from kvs_core.streaming.history import HostHistory
@@ -144,3 +145,32 @@ def test_closing_gives_the_memory_back() -> None:
         assert all(made._ahead)
         made.close()
         assert made.size_bytes == 0
+
+
+def test_a_layer_that_slides_uses_its_slabs_again() -> None:
+    """A window goes over 200 pages and each asks for no more memory than the first ones did; what a position needs that
+    is to be gone back to stays, with its bytes; the other layer has everything."""
+    device = CountingDevice(HostDebug(poison=True))
+    made = HostHistory(device, [SIZE, SIZE], 200, Slides((None, 3), 32))
+    try:
+        for page in range(200):
+            first = first_page(3, page)
+            made.ensure(page + 1, [0, first])
+            for layer in range(2):
+                made.page(layer, page)[:] = page % 251
+            made.drop([0, first], [17 * 32 + 5])
+            assert all((made.page(1, held)[0]) == held % 251 for held in range(first, page + 1))
+            made._helper.submit(lambda: None).result()
+        of_one = 4 * SIZE
+        assert [size for size, _ in device.asked].count(of_one) == 5   # the first three, one ahead, one for what stays
+        assert sorted(made._slabs[1]) == [3, 4, 49]
+        assert [int(made.page(1, page)[0]) for page in range(12, 18)] == list(range(12, 18))
+        assert made.nearest(200 * 32 - 1) == 200 * 32 - 1
+        assert made.nearest(190 * 32) == 20 * 32   # behind page 19, which shares a group with 16 and 17
+        assert [int(made.page(0, page)[0]) for page in (0, 199)] == [0, 199]
+        made.cut(13)
+        assert sorted(made._slabs[1]) == [3]
+        assert made.size_bytes == 200 * SIZE + (1 + 2) * of_one   # two wait to be used again
+    finally:
+        device.close()
+        made.close()
