@@ -17,7 +17,7 @@ from kvs_core.paging.geometry import GROUP_PAGES
 from kvs_core.paging.slabs import slab_of
 from kvs_core.units import align_up, ceil_div
 
-_BATCH_SHARE = 4
+_BATCH_SHARE = 3
 _SMALL_BATCHES = 3   # at the beginning of a step
 
 

@@ -40,7 +40,7 @@ def check(schedule: PrefetchSchedule, of: list[int], ring: int) -> None:
     assert [run for batch in batches(schedule) for run in batch] == list(schedule.runs)
     for batch in batches(schedule):
         slots = [slot for run in batch for slot in run.slots]
-        assert len(batch) == 1 or len(slots) <= ring // 4
+        assert len(batch) == 1 or len(slots) <= ring // 3
         assert len(set(slots)) == len(slots)
 
 
@@ -233,14 +233,14 @@ def test_runs_that_begin_elsewhere_are_not_the_head() -> None:
 
 
 def test_small_layers_share_a_batch() -> None:
-    """Up to a fourth of the ring, and whole; the runs of a larger layer follow one by one. The first three and the
+    """Up to a third of the ring, and whole; the runs of a larger layer follow one by one. The first three and the
     last stand alone."""
     cuts = [range(8), range(8), range(4), range(0), range(8), range(40), range(4), range(4), range(4)]
-    schedule = plan_schedule(cuts, ring_slots=64, run_pages=8)
+    schedule = plan_schedule(cuts, ring_slots=48, run_pages=8)
     assert [[(run.layer, run.pages) for run in batch] for batch in batches(schedule)] == [
         [(0, 8)], [(1, 8)], [(2, 4)], [(4, 8), (5, 8)], [(5, 8), (5, 8)], [(5, 8), (5, 8)], [(6, 4), (7, 4)], [(8, 4)],
     ]
-    one_by_one = plan_schedule([range(8), range(8)], ring_slots=31, run_pages=4)
+    one_by_one = plan_schedule([range(8), range(8)], ring_slots=23, run_pages=4)
     assert [len(batch) for batch in batches(one_by_one)] == [1, 1, 1, 1]
 
 

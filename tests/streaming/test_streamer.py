@@ -238,7 +238,7 @@ def test_a_ring_that_holds_the_whole_step_does_not_starve(bench: Made) -> None:
         link.fill()
         for _ in range(8):
             link.read()
-    link.turns.release()   # the second run of the batch, of a fourth of the ring
+    link.turns.release()   # the second run of the batch
     link.read(waits=True)
     assert not link.one.streamer.take_starved()
 
