@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from kvs_core.device.base import Buffer, Device
+from kvs_core.device.base import Device
+from kvs_core.device.operands import Buffer
 from kvs_core.units import align_up
 
 _ALIGNMENT = 256  # bytes; what every CUDA allocation has, and a multiple of any vector load

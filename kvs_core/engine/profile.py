@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from kvs_core.device.base import AttentionParams, Buffer, Device
+from kvs_core.device.base import Device
+from kvs_core.device.operands import AttentionParams, Buffer
 from kvs_core.engine.engine import Engine
 from kvs_core.engine.session import ubatches
 from kvs_core.errors import DeviceError

@@ -24,12 +24,13 @@ from pathlib import Path
 import numpy as np
 
 from kvs_core.device import cuda, host
-from kvs_core.device.base import Buffer, Device, Stream
+from kvs_core.device.base import Device, Stream
 from kvs_core.device.cuda.device import CudaDevice
 from kvs_core.device.cuda.driver import Driver
 from kvs_core.device.cuda.nvrtc import SOURCES, cache_root
 from kvs_core.device.host.device import HostDevice
 from kvs_core.device.host.machine import cpu_model
+from kvs_core.device.operands import Buffer
 from kvs_core.engine.forecast import Rates
 from kvs_core.engine.host_part import measure_host_part
 from kvs_core.engine.host_rates import host_rates, measure_products, measure_steps

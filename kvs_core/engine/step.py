@@ -14,7 +14,8 @@ from types import TracebackType
 
 import numpy as np
 
-from kvs_core.device.base import Buffer, Device, StepInputs
+from kvs_core.device.base import Device, StepInputs
+from kvs_core.device.operands import Buffer
 from kvs_core.device.workspace import Workspace
 from kvs_core.engine.captured import CapturedSteps
 from kvs_core.engine.tiles import TileBuffers, tiles_of

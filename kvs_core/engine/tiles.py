@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvs_core.device.base import Buffer, Device
+from kvs_core.device.base import Device
+from kvs_core.device.operands import Buffer
 from kvs_core.device.workspace import BufferSpec, Workspace, workspace_bytes
 from kvs_core.memory.phases import Phase
 from kvs_core.models.model import forward_buffers

@@ -16,7 +16,8 @@ from typing import Protocol
 
 import numpy as np
 
-from kvs_core.device.base import (
+from kvs_core.device.base import Turn
+from kvs_core.device.operands import (
     Activation,
     AttentionParams,
     AttentionRows,
@@ -24,10 +25,9 @@ from kvs_core.device.base import (
     ExpertWeights,
     GdnWeights,
     MixtureWeights,
-    Ops,
-    Turn,
     Weight,
 )
+from kvs_core.device.ops import Ops
 from kvs_core.device.workspace import BufferSpec, Workspace
 from kvs_core.memory.phases import Phase
 from kvs_core.models.spec import LayerSpec

@@ -15,7 +15,7 @@ from math import sqrt
 
 import numpy as np
 
-from kvs_core.device.base import Activation
+from kvs_core.device.operands import Activation
 from kvs_core.errors import ModelFileError
 from kvs_core.formats.gguf import GgufFile
 from kvs_core.models.dense import dense_tensors, load_layers, load_nextn, nextn_tensors, read_dense

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from kvs_core.device.base import Activation, MixtureWeights, PerLayerWeights
+from kvs_core.device.operands import Activation, MixtureWeights, PerLayerWeights
 from kvs_core.errors import CapabilityError, ModelFileError
 from kvs_core.formats.gguf import GgufFile
 from kvs_core.models.blocks import Experts, FeedForward, Mixture, PerLayer

@@ -7,18 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvs_core.device.base import (
-    AttentionParams,
-    Buffer,
-    ExpertSizes,
-    GdnShape,
-    ModelDevice,
-    PerLayerWeights,
-    StepSizes,
-    Turn,
-    Weight,
-    WeightPart,
-)
+from kvs_core.device.base import ExpertSizes, ModelDevice, StepSizes, Turn
+from kvs_core.device.operands import AttentionParams, Buffer, GdnShape, PerLayerWeights, Weight, WeightPart
 from kvs_core.device.workspace import BufferSpec, Workspace
 from kvs_core.memory.phases import Phase
 from kvs_core.models.blocks import (

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvs_core.device.base import Buffer, Turn, Weight
+from kvs_core.device.base import Turn
+from kvs_core.device.operands import Buffer, Weight
 from kvs_core.device.workspace import BufferSpec
 from kvs_core.memory.phases import Phase
 from kvs_core.models.blocks import ACTIVATION, Attention, Experts, FeedForward, Step

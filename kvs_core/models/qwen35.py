@@ -20,7 +20,7 @@ from math import sqrt
 
 import numpy as np
 
-from kvs_core.device.base import GdnShape, GdnWeights
+from kvs_core.device.operands import GdnShape, GdnWeights
 from kvs_core.errors import CapabilityError, ModelFileError
 from kvs_core.formats.gguf import GgufFile
 from kvs_core.models.blocks import Attention, DeltaNet

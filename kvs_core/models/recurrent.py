@@ -29,7 +29,9 @@ from math import prod
 
 import numpy as np
 
-from kvs_core.device.base import Buffer, Device, GdnShape, GdnState, GdnWeights, Ops
+from kvs_core.device.base import Device
+from kvs_core.device.operands import Buffer, GdnShape, GdnState, GdnWeights
+from kvs_core.device.ops import Ops
 from kvs_core.errors import DeviceError
 from kvs_core.memory.phases import Phase
 from kvs_core.models.spec import ModelSpec

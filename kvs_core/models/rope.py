@@ -23,7 +23,7 @@ from typing import Any, get_args
 import numpy as np
 import numpy.typing as npt
 
-from kvs_core.device.base import RopeTable
+from kvs_core.device.operands import RopeTable
 from kvs_core.errors import CapabilityError, ModelFileError, SettingsError
 from kvs_core.formats.gguf import GgufFile
 from kvs_core.settings.rooms import MAX_ROPE_SCALE, RopeScaling, RopeSettings

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from kvs_core.device.base import Activation, GdnShape
+from kvs_core.device.operands import Activation, GdnShape
 from kvs_core.errors import CapabilityError, ModelFileError
 from kvs_core.formats.gguf import GgufFile
 from kvs_core.models.rope import LONG_DIVISORS, SHORT_DIVISORS, RopeSpec

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from kvs_core.device.base import (
+from kvs_core.device.base import ModelDevice
+from kvs_core.device.operands import (
     Activation,
     AttentionParams,
     Buffer,
     ExpertWeights,
-    ModelDevice,
     PassingWeight,
     RopeTable,
     Weight,

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvs_core.device.base import Buffer, Device
+from kvs_core.device.base import Device
+from kvs_core.device.operands import Buffer
 from kvs_core.device.workspace import BufferSpec, Workspace, workspace_bytes
 from kvs_core.errors import DeviceError
 from kvs_core.memory.arena import Arena

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvs_core.device.base import Buffer, Device
+from kvs_core.device.base import Device
+from kvs_core.device.operands import Buffer
 from kvs_core.device.pageable import PageableBytes, pageable_bytes
 from kvs_core.device.shortage import pinning_advice_here, ram_left
 from kvs_core.errors import DeviceError, DeviceMemoryError

@@ -8,7 +8,8 @@ from time import perf_counter
 from types import TracebackType
 from typing import Protocol
 
-from kvs_core.device.base import Buffer, Device
+from kvs_core.device.base import Device
+from kvs_core.device.operands import Buffer
 from kvs_core.memory.phases import Phase
 from kvs_core.paging.geometry import PageGeometry
 from kvs_core.streaming.layer_kv import AttentionScratch, LayerKv, LoadedPlan, PrefillWatch

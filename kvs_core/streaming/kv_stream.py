@@ -17,7 +17,8 @@ from operator import mul
 
 import numpy as np
 
-from kvs_core.device.base import AttentionParams, Buffer, Device, Fence
+from kvs_core.device.base import Device, Fence
+from kvs_core.device.operands import AttentionParams, Buffer
 from kvs_core.errors import BudgetError, DeviceError
 from kvs_core.memory.phases import Phase
 from kvs_core.paging.cache import LogicalCache

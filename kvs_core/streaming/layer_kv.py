@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kvs_core.device.base import AttentionParams, AttentionRows, Buffer, Device, Turn
+from kvs_core.device.base import Device, Turn
+from kvs_core.device.operands import AttentionParams, AttentionRows, Buffer
 from kvs_core.memory.phases import Phase
 from kvs_core.paging.geometry import PageGeometry
 from kvs_core.paging.spans import LayerPlan

@@ -8,7 +8,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvs_core.device.base import DRAFT_PLAN, PREFILL_PLAN, TILES_PLAN, Device
+from kvs_core.device.base import Device
+from kvs_core.device.ops import DRAFT_PLAN, PREFILL_PLAN, TILES_PLAN
 from kvs_core.memory.phases import Phase
 from kvs_core.paging.spans import Chunk, LayerPlan, plan_layer
 from kvs_core.streaming.layer_kv import LoadedPlan

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from kvs_core.device.base import Buffer
+from kvs_core.device.operands import Buffer
 from kvs_core.paging.slots import PageId, PageTable
 from kvs_core.units import ceil_div
 

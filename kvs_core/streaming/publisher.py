@@ -9,7 +9,8 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvs_core.device.base import Buffer, Device, Fence
+from kvs_core.device.base import Device, Fence
+from kvs_core.device.operands import Buffer
 from kvs_core.paging.cache import LogicalCache
 from kvs_core.paging.slots import PageId
 from kvs_core.streaming.history import HostHistory

@@ -17,7 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from kvs_core.device.base import AttentionParams, Buffer, Device, Fence
+from kvs_core.device.base import Device, Fence
+from kvs_core.device.operands import AttentionParams, Buffer
 from kvs_core.errors import BudgetError
 from kvs_core.paging.geometry import PageGeometry
 from kvs_core.paging.shift import PageMove

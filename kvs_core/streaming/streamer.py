@@ -12,7 +12,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvs_core.device.base import PASSED, Buffer, Device, Fence
+from kvs_core.device.base import PASSED, Device, Fence
+from kvs_core.device.operands import Buffer
 from kvs_core.paging.schedule import PrefetchSchedule, Run, head_in_ring, plan_schedule
 from kvs_core.paging.slots import Ring, SlotState
 from kvs_core.streaming.history import HostHistory

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvs_core.device.base import PASSED, Buffer, Device, Fence, WeightPart
+from kvs_core.device.base import PASSED, Device, Fence
+from kvs_core.device.operands import Buffer, WeightPart
 from kvs_core.memory.lease import Lease
 from kvs_core.paging.weight_ring import WeightRing
 

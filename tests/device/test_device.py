@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvs_core.device.base import Buffer, Capabilities, Weight
+from kvs_core.device.base import Capabilities
 from kvs_core.device.host import device as device_module
 from kvs_core.device.host.device import HostDebug, HostDevice
 from kvs_core.device.host.weights import HostWeight
+from kvs_core.device.operands import Buffer, Weight
 from kvs_core.errors import CapabilityError, DeviceError
 from kvs_core.memory.phases import Phase
 from kvs_core.paging.geometry import KvType, PageGeometry

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from kvs_cli.app import main
-from kvs_core.device.base import Activation
 from kvs_core.device.host.ops import basic
+from kvs_core.device.operands import Activation
 from kvs_core.models.registry import ARCHS
 from tests.engine.compare import Distance, ours, share_beyond, theirs
 from tests.engine.tiny import engine, kv_settings, run, text

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from kvs_core.device.base import Buffer, Stream
+from kvs_core.device.base import Stream
 from kvs_core.device.host.device import HostDebug
+from kvs_core.device.operands import Buffer
 from kvs_core.engine.engine import Engine
 from kvs_core.errors import DeviceError
 from tests.engine.rounds import Left

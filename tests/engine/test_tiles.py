@@ -13,8 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvs_core.device.base import Buffer
 from kvs_core.device.host.device import HostDevice
+from kvs_core.device.operands import Buffer
 from kvs_core.engine.budget import Drafting
 from kvs_core.engine.engine import Engine
 from kvs_core.errors import ContextError

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvs_core.device.base import AttentionParams, AttentionRows, Turn
+from kvs_core.device.base import Turn
 from kvs_core.device.host.ops import basic
+from kvs_core.device.operands import AttentionParams, AttentionRows
 
 
 class DenseLayer:

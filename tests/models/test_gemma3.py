@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvs_core.device.base import Activation
+from kvs_core.device.operands import Activation
 from kvs_core.errors import ModelFileError
 from kvs_core.formats.gguf import GgufFile
 from kvs_core.formats.tokenizer import Tokenizer

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvs_core.device.base import Activation, ExpertSizes
+from kvs_core.device.base import ExpertSizes
+from kvs_core.device.operands import Activation
 from kvs_core.engine.pages import Pages
 from kvs_core.errors import CapabilityError, ModelFileError
 from kvs_core.formats.gguf import GgufFile

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvs_core.device.base import GdnShape, GdnState
+from kvs_core.device.operands import GdnShape, GdnState
 from kvs_core.errors import DeviceError
 from kvs_core.memory.phases import Phase
 from kvs_core.models.recurrent import RecurrentState, state_bytes

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from gguf.constants import GGMLQuantizationType
 
-from kvs_core.device.base import GdnShape
+from kvs_core.device.operands import GdnShape
 from kvs_core.errors import CapabilityError, KvsError, ModelFileError
 from kvs_core.formats.gguf import GgufFile, TensorInfo
 from kvs_core.models import qwen35

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from kvs_core.device.base import AttentionParams
 from kvs_core.device.cuda.kernel import address
 from kvs_core.device.cuda.ops.attend_decode import AttendDecode
 from kvs_core.device.cuda.plan import DevicePlan
 from kvs_core.device.cuda.tables import PlanLayout
+from kvs_core.device.operands import AttentionParams
 from kvs_core.paging.geometry import GROUP_PAGES, SEGMENT_GROUPS, KvType, PageGeometry, PageOrder, hadamard_block
 from kvs_core.paging.schedule import Run
 from kvs_core.paging.spans import LEAST_SCRATCH_GROUPS, Chunk, LayerPlan, plan_layer

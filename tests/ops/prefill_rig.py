@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from kvs_core.device.base import AttentionParams
 from kvs_core.device.cuda.kernel import address
 from kvs_core.device.cuda.ops.attend_prefill import AttendPrefill
 from kvs_core.device.host.ops import basic, kv_codec
+from kvs_core.device.operands import AttentionParams
 from kvs_core.memory.phases import Phase
 from kvs_core.paging.geometry import KvType, PageGeometry, PageOrder
 from tests.ops import kv_pages

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvs_core.device.base import AttentionParams, StepInputs
+from kvs_core.device.base import StepInputs
 from kvs_core.device.host.ops import HostOps, attention
 from kvs_core.device.host.workers import Team
+from kvs_core.device.operands import AttentionParams
 from kvs_core.memory.phases import Phase
 from kvs_core.paging.geometry import GROUP_PAGES, SEGMENT_GROUPS, KvType
 from kvs_core.paging.schedule import Run

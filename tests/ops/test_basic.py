@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvs_core.device.base import Activation, RopeTable
 from kvs_core.device.host.ops import basic
 from kvs_core.device.host.weights import HeldMatrix, HostWeight
+from kvs_core.device.operands import Activation, RopeTable
 from kvs_core.memory.phases import Phase
 from tests.reference.forward import gelu
 from tests.support.examples import examples

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvs_core.device.base import Activation, RopeTable
 from kvs_core.device.cuda.cuda_ops import CudaOps
+from kvs_core.device.operands import Activation, RopeTable
 from kvs_core.memory.phases import Phase
 from kvs_core.paging.geometry import GROUP_PAGES, SEGMENT_GROUPS, KvType, PageGeometry
 from tests.ops import kv_pages, prefill_rig

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from gguf.constants import GGMLQuantizationType
 
-from kvs_core.device.base import Activation, ExpertSizes, ExpertWeights, StepSizes
+from kvs_core.device.base import ExpertSizes, StepSizes
 from kvs_core.device.cuda.ops import experts as family
 from kvs_core.device.cuda.ops.experts import Experts, instances, kernels_for
 from kvs_core.device.cuda.ops.matmul import MAX_ROWS, DecodeMatmul
@@ -18,6 +18,7 @@ from kvs_core.device.cuda.weights import RECORD_TYPES, ROW_TYPES
 from kvs_core.device.host.ops.experts import add_experts, choose
 from kvs_core.device.host.weights import HeldMatrix, HostWeight
 from kvs_core.device.host.workers import Team
+from kvs_core.device.operands import Activation, ExpertWeights
 from kvs_core.errors import CapabilityError
 from kvs_core.formats.gguf import TensorInfo, split_experts
 from kvs_core.formats.quants import dequantize_rows, row_bytes

@@ -7,13 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvs_core.device.base import GdnShape, GdnState, GdnWeights, StepSizes
+from kvs_core.device.base import StepSizes
 from kvs_core.device.cuda.kernel import Kernel, address
 from kvs_core.device.cuda.ops import gdn
 from kvs_core.device.cuda.ops.gdn import MAX_ROWS, Gdn, kernels_for
 from kvs_core.device.cuda.ops.matmul import GatedNorm
 from kvs_core.device.host.ops import gdn as host
 from kvs_core.device.host.ops.basic import rms_norm, silu
+from kvs_core.device.operands import GdnShape, GdnState, GdnWeights
 from kvs_core.errors import CapabilityError
 from kvs_core.memory.phases import Phase
 from tests.ops import test_gdn as oracle

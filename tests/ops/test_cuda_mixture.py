@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvs_core.device.base import Activation, MixtureWeights
 from kvs_core.device.cuda.ops import experts as family
 from kvs_core.device.cuda.ops.experts import Experts, instances, kernels_for
 from kvs_core.device.cuda.ops.matmul import MAX_ROWS
 from kvs_core.device.cuda.weights import RECORD_TYPES, ROW_TYPES
 from kvs_core.device.host.ops.experts import add_mixture
 from kvs_core.device.host.workers import Team
+from kvs_core.device.operands import Activation, MixtureWeights
 from kvs_core.memory.phases import Phase
 from tests.ops.test_cuda_experts import DECODE, EPS, PREFILL, Bench, Quant, drawn, on_host, rows_of
 

@@ -12,11 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvs_core.device.base import Activation, Buffer, StepSizes
+from kvs_core.device.base import StepSizes
 from kvs_core.device.cuda.cublas import CublasGemm
 from kvs_core.device.cuda.ops.matmul import DecodeMatmul
 from kvs_core.device.cuda.ops.prefill_matmul import SLAB_BYTES, PrefillMatmul, slab_rows
 from kvs_core.device.cuda.weights import CudaWeight, WeightStore
+from kvs_core.device.operands import Activation, Buffer
 from kvs_core.errors import DeviceError
 from kvs_core.formats.gguf import TensorInfo
 from kvs_core.formats.quants import dequantize_rows

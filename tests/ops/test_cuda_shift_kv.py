@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvs_core.device.base import AttentionParams, RopeTable
 from kvs_core.device.cuda.ops.embed import Rope
 from kvs_core.device.cuda.ops.shift_kv import ShiftKv, instances, kernels_for
 from kvs_core.device.host.ops import basic, kv_shift, kv_write
+from kvs_core.device.operands import AttentionParams, RopeTable
 from kvs_core.paging.geometry import KvType, PageGeometry, PageOrder, hadamard_block
 from kvs_core.paging.shift import PageMove
 from kvs_core.paging.spans import row_spans

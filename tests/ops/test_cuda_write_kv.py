@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvs_core.device.base import AttentionParams, RopeTable
 from kvs_core.device.cuda.kernel import address
 from kvs_core.device.cuda.ops.embed import Rope
 from kvs_core.device.cuda.ops.write_kv import LOG2_E, WriteKv
 from kvs_core.device.cuda.plan import DevicePlan
 from kvs_core.device.cuda.tables import PlanLayout
 from kvs_core.device.host.ops import basic, kv_codec
+from kvs_core.device.operands import AttentionParams, RopeTable
 from kvs_core.memory.phases import Phase
 from kvs_core.paging.geometry import KvType, PageGeometry, PageOrder, hadamard_block
 from kvs_core.paging.spans import Chunk, LayerPlan

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvs_core.device.base import ExpertWeights
 from kvs_core.device.host.ops.experts import add_experts, choose
 from kvs_core.device.host.weights import Floats, HeldMatrix, HostWeight
 from kvs_core.device.host.workers import Team
+from kvs_core.device.operands import ExpertWeights
 from kvs_core.memory.phases import Phase
 from tests.support.examples import examples
 

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvs_core.device.base import GdnShape, GdnState, GdnWeights
 from kvs_core.device.host.ops import gdn
+from kvs_core.device.operands import GdnShape, GdnState, GdnWeights
 from tests.support.examples import examples
 
 EPS = 1e-6

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvs_core.device.base import RopeTable
 from kvs_core.device.host.ops import basic, kv_codec, kv_shift, kv_write
+from kvs_core.device.operands import RopeTable
 from kvs_core.paging.geometry import KvType, PageGeometry, hadamard_block
 from kvs_core.paging.shift import plan_shift
 from kvs_core.paging.spans import row_spans

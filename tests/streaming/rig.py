@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 import gguf
 import numpy as np
 
-from kvs_core.device.base import AttentionParams, AttentionRows, RopeTable, StepInputs
+from kvs_core.device.base import StepInputs
 from kvs_core.device.host.device import HostDebug, HostDevice
 from kvs_core.device.host.ops import basic, kv_codec, kv_shift
+from kvs_core.device.operands import AttentionParams, AttentionRows, RopeTable
 from kvs_core.device.workspace import BufferSpec, workspace_bytes
 from kvs_core.memory.arena import ALIGNMENT, Arena
 from kvs_core.memory.phases import MemoryPlan, Phase, PhaseRequest

@@ -16,11 +16,12 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvs_core.device.base import AttentionParams, AttentionRows, StepInputs
+from kvs_core.device.base import StepInputs
 from kvs_core.device.cuda import device as cuda_device
 from kvs_core.device.cuda.device import CudaDevice
 from kvs_core.device.cuda.plan import DevicePlan
 from kvs_core.device.cuda.tables import STEP_PENDING, STEP_POSITION, STEP_ROWS, STEP_TOKENS
+from kvs_core.device.operands import AttentionParams, AttentionRows
 from kvs_core.engine import captured
 from kvs_core.engine.captured import CapturedSteps
 from kvs_core.errors import DeviceError, DeviceMemoryError

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvs_core.device.base import Buffer, Stream
+from kvs_core.device.base import Stream
 from kvs_core.device.host.device import HostDebug, HostDevice
+from kvs_core.device.operands import Buffer
 from kvs_core.errors import DeviceError, DeviceMemoryError
 from kvs_core.memory.phases import Phase
 from kvs_core.paging.slots import PageId

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvs_core.device.base import AttentionRows, StepInputs
+from kvs_core.device.base import StepInputs
+from kvs_core.device.operands import AttentionRows
 from kvs_core.memory.phases import Phase
 from kvs_core.paging.geometry import GROUP_PAGES, SEGMENT_GROUPS, PageGeometry
 from kvs_core.paging.residency import ResidencyMode

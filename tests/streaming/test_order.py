@@ -13,9 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvs_core.device.base import AttentionParams, Fence, RopeTable
+from kvs_core.device.base import Fence
 from kvs_core.device.host.device import HostDevice
 from kvs_core.device.host.ops import kv_write
+from kvs_core.device.operands import AttentionParams, RopeTable
 from kvs_core.memory.phases import Phase
 from kvs_core.paging import slabs
 from kvs_core.paging.geometry import PageGeometry

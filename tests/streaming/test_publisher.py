@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvs_core.device.base import Buffer
 from kvs_core.device.host.device import HostDebug, HostDevice
+from kvs_core.device.operands import Buffer
 from kvs_core.errors import DeviceError
 from kvs_core.paging.cache import LogicalCache
 from kvs_core.paging.slots import PageId

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvs_core.device.base import Buffer
 from kvs_core.device.host.device import HostDebug, HostDevice
+from kvs_core.device.operands import Buffer
 from kvs_core.errors import DeviceError
 from kvs_core.paging.schedule import Run
 from kvs_core.streaming.history import HostHistory

@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from kvs_core.device.base import AttentionParams, Buffer, Fence, Stream
+from kvs_core.device.base import Fence, Stream
 from kvs_core.device.host.device import HostDevice
+from kvs_core.device.operands import AttentionParams, Buffer
 from kvs_core.memory.phases import Phase
 from kvs_core.paging.geometry import PageGeometry
 from kvs_core.paging.shift import PageMove

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvs_core.device.base import Buffer
 from kvs_core.device.cuda.kernel import Launcher
+from kvs_core.device.operands import Buffer
 from kvs_core.memory.phases import Phase
 
 

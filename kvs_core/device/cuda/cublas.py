@@ -8,8 +8,8 @@ import ctypes
 from collections.abc import Callable
 from typing import Any
 
-from kvs_core.device.base import Buffer
 from kvs_core.device.cuda.kernel import Gemm, address
+from kvs_core.device.operands import Buffer
 from kvs_core.errors import DeviceError
 from kvs_core.units import MIB
 

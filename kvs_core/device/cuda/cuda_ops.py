@@ -9,22 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kvs_core.device.base import (
-    Activation,
-    AttentionParams,
-    Buffer,
-    Capabilities,
-    ExpertWeights,
-    GdnShape,
-    GdnState,
-    GdnWeights,
-    MixtureWeights,
-    PerLayerWeights,
-    RopeTable,
-    StepInputs,
-    StepSizes,
-    Weight,
-)
+from kvs_core.device.base import Capabilities, StepInputs, StepSizes
 from kvs_core.device.cuda.context import Context
 from kvs_core.device.cuda.kernel import Gemm, Kernel, Launcher
 from kvs_core.device.cuda.ops import attend_decode, attend_prefill, embed, gdn, shift_kv, write_kv
@@ -48,6 +33,19 @@ from kvs_core.device.cuda.ops.write_kv import WriteKv
 from kvs_core.device.cuda.plan import DevicePlan
 from kvs_core.device.cuda.steps import PlanTables
 from kvs_core.device.cuda.weights import CudaWeight, ExpertStack, Upload
+from kvs_core.device.operands import (
+    Activation,
+    AttentionParams,
+    Buffer,
+    ExpertWeights,
+    GdnShape,
+    GdnState,
+    GdnWeights,
+    MixtureWeights,
+    PerLayerWeights,
+    RopeTable,
+    Weight,
+)
 from kvs_core.device.workspace import BufferSpec, Workspace
 from kvs_core.memory.phases import Phase
 from kvs_core.paging.geometry import KvType, PageGeometry, PageOrder

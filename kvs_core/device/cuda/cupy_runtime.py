@@ -9,12 +9,12 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
-from kvs_core.device.base import Buffer
 from kvs_core.device.cuda.cublas import CublasGemm
 from kvs_core.device.cuda.driver import OUT_OF_MEMORY
 from kvs_core.device.cuda.kernel import Gemm, Launcher
 from kvs_core.device.cuda.modules import CudaModules
 from kvs_core.device.cuda.runtime import Event, RawStream
+from kvs_core.device.operands import Buffer
 from kvs_core.device.shortage import no_memory, no_pinned
 from kvs_core.errors import LESS_MEMORY, DeviceError, DeviceMemoryError
 

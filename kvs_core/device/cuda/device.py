@@ -14,23 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from kvs_core.device.base import (
-    Activation,
-    AttentionParams,
-    Buffer,
-    Capabilities,
-    Captured,
-    Counters,
-    GdnShape,
-    Ops,
-    Outline,
-    PassingWeight,
-    RopeTable,
-    StepInputs,
-    StepSizes,
-    Stream,
-    Weight,
-)
+from kvs_core.device.base import Capabilities, Captured, Counters, Outline, StepInputs, StepSizes, Stream
 from kvs_core.device.cuda import unified
 from kvs_core.device.cuda.context import Context
 from kvs_core.device.cuda.cuda_ops import CudaOps
@@ -43,6 +27,8 @@ from kvs_core.device.cuda.streams import CaptureState, CudaStream, EventPool
 from kvs_core.device.cuda.uploads import FileBytes
 from kvs_core.device.cuda.weights import CudaWeight, RowsSection, WeightStore, part_bytes
 from kvs_core.device.host.ops.basic import turn_by
+from kvs_core.device.operands import Activation, AttentionParams, Buffer, GdnShape, PassingWeight, RopeTable, Weight
+from kvs_core.device.ops import Ops
 from kvs_core.device.pageable import PageableBytes, pageable_bytes
 from kvs_core.device.workspace import BufferSpec, Workspace
 from kvs_core.errors import DeviceMemoryError

@@ -11,16 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from kvs_core.device.base import (
-    Activation,
-    AttentionParams,
-    Buffer,
-    GdnShape,
-    Ops,
-    PassingWeight,
-    RopeTable,
-    Weight,
-)
 from kvs_core.device.cuda.cuda_ops import CudaOps
 from kvs_core.device.cuda.kernel import Launcher
 from kvs_core.device.cuda.ops.embed import Rope
@@ -33,6 +23,8 @@ from kvs_core.device.cuda.weights import (
     part_bytes,
     repack_kernel,
 )
+from kvs_core.device.operands import Activation, AttentionParams, Buffer, GdnShape, PassingWeight, RopeTable, Weight
+from kvs_core.device.ops import Ops
 from kvs_core.formats.gguf import TensorInfo
 from kvs_core.formats.quants import row_bytes
 from kvs_core.paging.geometry import PageGeometry

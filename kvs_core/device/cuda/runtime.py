@@ -6,8 +6,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from kvs_core.device.base import Buffer
 from kvs_core.device.cuda.kernel import Gemm, Launcher
+from kvs_core.device.operands import Buffer
 
 
 class Event(Protocol):

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvs_core.device.base import DRAFT_PLAN, PREFILL_PLAN, TILES_PLAN, Buffer, Fence, StepInputs
+from kvs_core.device.base import Fence, StepInputs
 from kvs_core.device.cuda.kernel import address
 from kvs_core.device.cuda.plan import DevicePlan
 from kvs_core.device.cuda.runtime import Runtime
@@ -27,6 +27,8 @@ from kvs_core.device.cuda.tables import (
     STEP_WORDS,
     PlanLayout,
 )
+from kvs_core.device.operands import Buffer
+from kvs_core.device.ops import DRAFT_PLAN, PREFILL_PLAN, TILES_PLAN
 from kvs_core.paging.spans import LayerPlan
 
 _AHEAD = 4   # prefill steps whose inputs may wait in pinned memory

@@ -9,12 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from kvs_core.device.base import Buffer
 from kvs_core.device.cuda.kernel import address
 from kvs_core.device.cuda.ops.synthetic import DrawBlocks
 from kvs_core.device.cuda.runtime import Runtime
 from kvs_core.device.cuda.stage import Stage
 from kvs_core.device.cuda.streams import CudaStream
+from kvs_core.device.operands import Buffer
 from kvs_core.formats.gguf import TensorInfo, let_go
 from kvs_core.formats.synthetic_blocks import DrawnBytes
 from kvs_core.units import MIB, Progress, ceil_div

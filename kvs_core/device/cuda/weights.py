@@ -20,8 +20,8 @@ from math import prod
 import numpy as np
 from gguf.constants import GGMLQuantizationType
 
-from kvs_core.device.base import Buffer
 from kvs_core.device.cuda.kernel import I32, PTR, Kernel, Launcher
+from kvs_core.device.operands import Buffer
 from kvs_core.errors import CapabilityError
 from kvs_core.formats.gguf import TensorInfo
 from kvs_core.formats.quants import dequantize_rows, row_bytes
@@ -113,7 +113,7 @@ Section = RecordSection | RowsSection
 
 @dataclass(slots=True, eq=False)
 class CudaWeight:
-    """A matrix [n_out, n_in], perhaps of several tensors. See ``Weight`` in ``device/base.py``.
+    """A matrix [n_out, n_in], perhaps of several tensors. See ``Weight`` in ``device/operands.py``.
 
     sections  others, in another place, after ``CudaPart.lie_in``; so are the ``parts`` of an ``ExpertStack``
     bias      float32 [n_out] or None; sections have views of it

@@ -16,22 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from kvs_core.device.base import (
-    Activation,
-    AttentionParams,
-    Buffer,
-    Capabilities,
-    Captured,
-    Counters,
-    GdnShape,
-    Ops,
-    PassingWeight,
-    RopeTable,
-    StepInputs,
-    StepSizes,
-    Stream,
-    Weight,
-)
+from kvs_core.device.base import Capabilities, Captured, Counters, StepInputs, StepSizes, Stream
 from kvs_core.device.host.machine import available_ram_bytes, default_threads, use_one_blas_thread
 from kvs_core.device.host.ops import HostOps
 from kvs_core.device.host.ops.basic import matmul
@@ -39,6 +24,8 @@ from kvs_core.device.host.parts import HostPart, part_bytes
 from kvs_core.device.host.streams import ComputeStream, CopyStream
 from kvs_core.device.host.weights import HeldMatrix, HostWeight, HostWeights, aligned_bytes
 from kvs_core.device.host.workers import Team
+from kvs_core.device.operands import Activation, AttentionParams, Buffer, GdnShape, PassingWeight, RopeTable, Weight
+from kvs_core.device.ops import Ops
 from kvs_core.device.workspace import BufferSpec, Workspace
 from kvs_core.errors import DeviceError, DeviceMemoryError
 from kvs_core.formats.gguf import TensorInfo, split_experts

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvs_core.device.base import Buffer
 from kvs_core.device.host.weights import Floats, HostWeight, MappedMatrix, Scratch
+from kvs_core.device.operands import Buffer
 from kvs_core.formats.gguf import TensorInfo, split_experts
 from kvs_core.units import MIB, align_up
 

@@ -9,11 +9,11 @@ from math import log
 
 import numpy as np
 
-from kvs_core.device.base import AttentionParams, Buffer
 from kvs_core.device.cuda.context import Context
 from kvs_core.device.cuda.kernel import I32, I64, PTR, Kernel
 from kvs_core.device.cuda.ops.attend_decode import LEAST_SHARED_FOR_512
 from kvs_core.device.cuda.plan import DevicePlan
+from kvs_core.device.operands import AttentionParams, Buffer
 from kvs_core.errors import CapabilityError
 from kvs_core.paging.geometry import KvType, PageGeometry, PageOrder, hadamard_block
 from kvs_core.units import ceil_div

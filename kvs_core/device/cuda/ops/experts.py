@@ -22,7 +22,7 @@ from math import sqrt
 
 import numpy as np
 
-from kvs_core.device.base import Activation, Buffer, ExpertWeights, MixtureWeights, StepSizes, Weight
+from kvs_core.device.base import StepSizes
 from kvs_core.device.cuda.context import Context
 from kvs_core.device.cuda.kernel import F32, I32, I64, PTR, Kernel, address
 from kvs_core.device.cuda.ops.matmul import DecodeMatmul, Normed, quant_grid
@@ -40,6 +40,7 @@ from kvs_core.device.cuda.weights import (
     RowsSection,
     record_bytes,
 )
+from kvs_core.device.operands import Activation, Buffer, ExpertWeights, MixtureWeights, Weight
 from kvs_core.device.workspace import BufferSpec
 from kvs_core.memory.phases import Phase
 from kvs_core.units import ceil_div

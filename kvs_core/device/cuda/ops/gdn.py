@@ -10,10 +10,11 @@ from functools import cache
 
 import numpy as np
 
-from kvs_core.device.base import Buffer, GdnShape, GdnState, GdnWeights, StepSizes
+from kvs_core.device.base import StepSizes
 from kvs_core.device.cuda.context import Context
 from kvs_core.device.cuda.kernel import F32, I32, PTR, Kernel, address
 from kvs_core.device.cuda.ops.matmul import GatedNorm
+from kvs_core.device.operands import Buffer, GdnShape, GdnState, GdnWeights
 from kvs_core.device.workspace import BufferSpec
 from kvs_core.errors import CapabilityError
 from kvs_core.memory.phases import Phase

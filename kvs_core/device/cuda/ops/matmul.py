@@ -19,7 +19,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from kvs_core.device.base import Activation, Buffer, StepSizes
+from kvs_core.device.base import StepSizes
 from kvs_core.device.cuda.context import Context
 from kvs_core.device.cuda.kernel import Kernel, address
 from kvs_core.device.cuda.ops import matmul_rows
@@ -48,6 +48,7 @@ from kvs_core.device.cuda.ops.matmul_kernels import (
 from kvs_core.device.cuda.ops.matmul_rows import RowsDequant, RowsMatmul
 from kvs_core.device.cuda.ops.norm import Norm
 from kvs_core.device.cuda.weights import BLOCK, CudaWeight, RecordSection, RowsSection
+from kvs_core.device.operands import Activation, Buffer
 from kvs_core.device.workspace import BufferSpec
 from kvs_core.memory.phases import Phase
 from kvs_core.units import align_up, ceil_div

@@ -7,10 +7,10 @@ from functools import cache
 
 from gguf.constants import GGMLQuantizationType
 
-from kvs_core.device.base import Buffer
 from kvs_core.device.cuda.context import Context
 from kvs_core.device.cuda.kernel import F32, I32, I64, PTR, Kernel, address
 from kvs_core.device.cuda.weights import RowsSection
+from kvs_core.device.operands import Buffer
 from kvs_core.units import align_up, ceil_div
 
 Quant = GGMLQuantizationType

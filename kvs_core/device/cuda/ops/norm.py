@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvs_core.device.base import Buffer
 from kvs_core.device.cuda.context import Context
 from kvs_core.device.cuda.kernel import F32, I32, PTR, Kernel
+from kvs_core.device.operands import Buffer
 from kvs_core.memory.phases import Phase
 from kvs_core.units import ceil_div
 

@@ -7,9 +7,10 @@ from math import sqrt
 
 import numpy as np
 
-from kvs_core.device.base import Buffer, StepSizes
+from kvs_core.device.base import StepSizes
 from kvs_core.device.cuda.context import Context
 from kvs_core.device.cuda.kernel import F32, I32, PTR, Kernel
+from kvs_core.device.operands import Buffer
 from kvs_core.device.workspace import BufferSpec
 from kvs_core.memory.phases import Phase
 from kvs_core.units import ceil_div

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cache
 
-from kvs_core.device.base import AttentionParams, Buffer
 from kvs_core.device.cuda.context import Context
 from kvs_core.device.cuda.kernel import I32, PTR, Kernel
 from kvs_core.device.cuda.ops.write_kv import made_up_pages
+from kvs_core.device.operands import AttentionParams, Buffer
 from kvs_core.paging.geometry import KvType, PageGeometry, PageOrder
 from kvs_core.paging.shift import PageMove
 from kvs_core.units import ceil_div

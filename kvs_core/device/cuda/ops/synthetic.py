@@ -8,8 +8,8 @@ from functools import cache
 import numpy as np
 from gguf.constants import GGMLQuantizationType
 
-from kvs_core.device.base import Buffer
 from kvs_core.device.cuda.kernel import PTR, U32, Kernel, Launcher
+from kvs_core.device.operands import Buffer
 from kvs_core.formats.synthetic_blocks import DRAWN_TYPES, POOL_BLOCKS, DrawnBytes, block_bytes, block_pool
 from kvs_core.units import ceil_div
 

@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterator
 from functools import cache
 
-from kvs_core.device.base import AttentionParams, Buffer
 from kvs_core.device.cuda.context import Context
 from kvs_core.device.cuda.kernel import F32, I32, I64, PTR, Kernel, address
 from kvs_core.device.cuda.plan import DevicePlan
+from kvs_core.device.operands import AttentionParams, Buffer
 from kvs_core.memory.phases import Phase
 from kvs_core.paging.geometry import KvType, PageGeometry, PageOrder, hadamard_block
 from kvs_core.units import ceil_div

@@ -6,18 +6,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvs_core.device.base import (
+from kvs_core.device.base import StepInputs
+from kvs_core.device.host.ops import attention, basic, experts, gdn, kv_shift, kv_write, per_layer
+from kvs_core.device.host.workers import Team
+from kvs_core.device.operands import (
     Activation,
     AttentionParams,
     Buffer,
     ExpertWeights,
     MixtureWeights,
     PerLayerWeights,
-    StepInputs,
     Weight,
 )
-from kvs_core.device.host.ops import attention, basic, experts, gdn, kv_shift, kv_write, per_layer
-from kvs_core.device.host.workers import Team
 from kvs_core.memory.phases import Phase
 from kvs_core.paging.geometry import PageGeometry
 from kvs_core.paging.shift import PageMove

@@ -11,9 +11,9 @@ import math
 
 import numpy as np
 
-from kvs_core.device.base import Activation, Buffer, RopeTable, Weight
 from kvs_core.device.host.weights import HostMatrix, HostWeight
 from kvs_core.device.host.workers import Team
+from kvs_core.device.operands import Activation, Buffer, RopeTable, Weight
 from kvs_core.memory.phases import Phase
 
 _EXP_LIMIT = np.float32(88.0)   # exp of it is still a float32

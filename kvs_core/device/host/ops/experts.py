@@ -10,9 +10,9 @@ from math import sqrt
 
 import numpy as np
 
-from kvs_core.device.base import Activation, Buffer, ExpertWeights, MixtureWeights, Weight
 from kvs_core.device.host.ops.basic import gated, matmul, rms_norm, sigmoid
 from kvs_core.device.host.workers import Team
+from kvs_core.device.operands import Activation, Buffer, ExpertWeights, MixtureWeights, Weight
 from kvs_core.memory.phases import Phase
 
 

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvs_core.device.base import Buffer, GdnShape, GdnState, GdnWeights
 from kvs_core.device.host.ops.basic import rms_norm, sigmoid, silu
+from kvs_core.device.operands import Buffer, GdnShape, GdnState, GdnWeights
 
 _CHUNK = 64   # rows whose mutual effects are solved as one triangular system
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvs_core.device.base import RopeTable
 from kvs_core.device.host.ops import basic, kv_codec
+from kvs_core.device.operands import RopeTable
 from kvs_core.paging.geometry import PageGeometry, PageOrder
 from kvs_core.paging.shift import PageMove
 from kvs_core.paging.spans import row_spans

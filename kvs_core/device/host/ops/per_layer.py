@@ -6,9 +6,9 @@ from math import sqrt
 
 import numpy as np
 
-from kvs_core.device.base import Activation, Buffer, PerLayerWeights, Weight
 from kvs_core.device.host.ops.basic import ACTIVATIONS, embed, matmul, rms_norm, scale
 from kvs_core.device.host.workers import Team
+from kvs_core.device.operands import Activation, Buffer, PerLayerWeights, Weight
 from kvs_core.memory.phases import Phase
 
 
