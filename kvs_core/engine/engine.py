@@ -38,7 +38,8 @@ from kvs_core.models.registry import load_model, read_spec
 from kvs_core.models.spec import ModelSpec
 from kvs_core.settings.rooms import ContextSettings, KvSettings, RopeSettings
 from kvs_core.streaming.handover import Handover
-from kvs_core.streaming.kv_stream import KvStats, KvStream, LayerPlaces
+from kvs_core.streaming.kv_stream import KvStream
+from kvs_core.streaming.places import KvStats, LayerPlaces
 from kvs_core.streaming.weight_stream import WeightStream
 from kvs_core.units import Progress
 
