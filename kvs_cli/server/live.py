@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvs_cli.server.slot import Conversation, SlotView
-from kvs_core.engine.engine import KvReport
+from kvs_core.engine.reports import KvReport
 from kvs_core.engine.speculation import Speculation
 from kvs_core.streaming.places import LayerPlaces
 
