@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvs_core.engine.engine import KvReport, WeightsReport
+from kvs_core.engine.reports import KvReport, WeightsReport
 from kvs_core.errors import KvsError
 from kvs_core.models.spec import ModelSpec
 from kvs_core.sampling.logprobs import TokenProbs

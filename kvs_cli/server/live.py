@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvs_cli.server.slot import Conversation, SlotView
-from kvs_core.engine.engine import KvReport
+from kvs_core.engine.reports import KvReport
 from kvs_core.engine.speculation import Speculation
-from kvs_core.streaming.kv_stream import LayerPlaces
+from kvs_core.streaming.places import LayerPlaces
 
 PLACES = ("resident", "ring", "host")
 """Where a page is: on the device to stay, there for this step or the next, in host memory alone; or no longer there

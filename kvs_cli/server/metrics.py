@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from kvs_cli.server.slot import ParkedTotals
-from kvs_core.engine.engine import KvReport
+from kvs_core.engine.reports import KvReport
 from kvs_core.speculative.drafter import DraftStats
 
 

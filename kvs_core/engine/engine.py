@@ -16,69 +16,29 @@ Leaving the block without ``settle`` drops the step's rows. One sequence at a ti
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 
 import numpy as np
 
 from kvs_core.device.base import Device
-from kvs_core.engine.budget import NO_DRAFTING, BudgetDevice, Drafting, plan_budget
+from kvs_core.engine.budget import NO_DRAFTING, Drafting
 from kvs_core.engine.captured import CapturedSteps
 from kvs_core.engine.checkpoints import Checkpoint, ParkedSequence
-from kvs_core.engine.spill import check_spill
-from kvs_core.engine.split import plan_split
+from kvs_core.engine.loading import load_within_budget
+from kvs_core.engine.reports import KvReport, WeightsReport
 from kvs_core.engine.step import Kept, Step, StepParts
 from kvs_core.engine.tiles import TileRoom
-from kvs_core.errors import CapabilityError
 from kvs_core.formats.gguf import GgufFile
 from kvs_core.memory.arena import Arena
 from kvs_core.memory.phases import WEIGHTS_RING, Phase
 from kvs_core.models.recurrent import MAX_ROWS, RecurrentState, StateSnapshot
-from kvs_core.models.registry import load_model, read_spec
 from kvs_core.models.spec import ModelSpec
 from kvs_core.settings.rooms import ContextSettings, KvSettings, RopeSettings
 from kvs_core.streaming.handover import Handover
-from kvs_core.streaming.kv_stream import KvStats, KvStream, LayerPlaces
+from kvs_core.streaming.kv_stream import KvStream
+from kvs_core.streaming.places import LayerPlaces
 from kvs_core.streaming.weight_stream import WeightStream
 from kvs_core.units import Progress
-
-
-@dataclass(frozen=True, slots=True)
-class KvReport:
-    """Counters of the KV machinery since the engine was built. Bytes and milliseconds; None: not measured here.
-
-    h2d_bytes, h2d_calls  all copies to the device: weights that pass through the arena are among them
-    """
-
-    mode: str
-    arena_bytes: int
-    page_tokens: int
-    page_bytes: int                # of those that stream
-    stats: KvStats
-    layer_numbers: Sequence[int]   # the model's numbers of the layers that ``stats`` counts
-    h2d_bytes: int
-    h2d_calls: int
-    d2h_bytes: int
-    stall_ms: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class WeightsReport:
-    """Where the weights of the trunk's layers are.
-
-    passing            layers whose matrices pass through the arena
-    resident_bytes     of the device: all weights that stay there
-    home_bytes         of host memory: those that pass, and so what a pass over the layers moves
-    ring_bytes         of the arena
-    h2d_bytes          moved since the engine was built
-    """
-
-    layers: int
-    passing: tuple[int, ...]
-    resident_bytes: int
-    home_bytes: int
-    ring_bytes: int
-    h2d_bytes: int
 
 
 class Engine:
@@ -110,38 +70,12 @@ class Engine:
         self._device = device
         self._drafting = drafting
         self._shifts = context.shift
-        spec = read_spec(file, rope)
-        drafting.check(spec)
-        if context.shift:
-            _check_can_forget(spec)
-        self.split = plan_split(
-            file, spec, context, kv, device, gpu_layers=gpu_layers, arena_bytes=arena_bytes, pool_bytes=pool_bytes,
-            drafting=drafting,
+        loaded = load_within_budget(
+            file, device, context=context, kv=kv, rope=rope, drafting=drafting, arena_bytes=arena_bytes,
+            pool_bytes=pool_bytes, gpu_layers=gpu_layers, progress=progress, kernel_progress=kernel_progress,
         )
-        plan = partial(
-            plan_budget, spec, context, kv, arena_bytes=arena_bytes, pool_bytes=pool_bytes,
-            device=BudgetDevice.of(device), drafting=drafting, ring_bytes=self.split.ring.size_bytes,
-        )
-        first = plan(free_bytes=device.free_bytes())
-        for geometry in first.pages.each:   # before the weights
-            device.capabilities.check(geometry)
-        check_spill(file, spec, device, self.split, drafting, lambda free_bytes: plan(free_bytes=free_bytes))
-        load = partial(
-            load_model, file, context_tokens=first.context.context_tokens, rope=rope, nextn=drafting.nextn,
-            passing=self.split.passing,
-        )
-        layers = drafting.kv_layers(spec)
-        reads = drafting.kv_reads(spec)
-        geometries = [first.pages.geometry(layers[layer]) for layer in reads]
-        outline = device.outline()
-        if outline is not None:
-            seen = load(outline)
-            outline.begin_ops(geometries, seen.attention, seen.recurrent, spec.activation)
-        self._model = load(device, progress=progress)
-        device.prepare_ops(
-            geometries, self._model.attention, self._model.recurrent, spec.activation, kernel_progress
-        )
-        budget = plan(free_bytes=device.free_bytes())   # an arena chosen here comes from what the weights left
+        self._model, self.split, budget = loaded.model, loaded.split, loaded.budget
+        spec, reads = self.spec, drafting.kv_reads(self.spec)
         self.context, self.shapes, self.need = budget.context, budget.pages, budget.need
         self.geometry = budget.geometry
         self.memory = budget.memory
@@ -435,11 +369,3 @@ class Engine:
             self._device.close()
         finally:
             self._kv.close()
-
-
-def _check_can_forget(spec: ModelSpec) -> None:
-    if spec.recurrent_layers:
-        raise CapabilityError(
-            f"--context-shift: {spec.name} has {len(spec.recurrent_layers)} recurrent layers, whose state cannot "
-            "forget single tokens; leave it out and use a larger --ctx-size"
-        )

@@ -31,9 +31,6 @@ class StepOwner(Protocol):
 
     def wait_layer(self, layer: int) -> None: ...
 
-    @property
-    def can_capture(self) -> bool: ...
-
     def settle(self, keep: int) -> None: ...
 
     def abandon(self) -> None: ...
@@ -126,8 +123,8 @@ class KvStep:
 
     @property
     def can_capture(self) -> bool:
-        """Whether the step itself can be captured: see ``KvStream``."""
-        return self._kv.can_capture
+        """Whether the step itself can be captured: see ``Streamer``."""
+        return self._kv.streamer.can_capture
 
     def before_launch(self) -> None:
         """Let the compute stream wait for all that a captured step relies on."""

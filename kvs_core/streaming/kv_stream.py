@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from itertools import product
+from dataclasses import replace
 from operator import mul
 
 import numpy as np
 
-from kvs_core.device.base import Device, Fence
+from kvs_core.device.base import Device
 from kvs_core.device.operands import AttentionParams, Buffer
 from kvs_core.errors import BudgetError, DeviceError
 from kvs_core.memory.phases import Phase
@@ -26,68 +25,22 @@ from kvs_core.paging.geometry import GROUP_PAGES, PageGeometry
 from kvs_core.paging.passed import Slides
 from kvs_core.paging.residency import Observation, ResidencyConfig, ResidencyState, residency_step
 from kvs_core.paging.shift import PageMove, plan_shift
-from kvs_core.paging.slots import PageId
 from kvs_core.paging.spans import Chunk
+from kvs_core.streaming.feedback import Feedback
 from kvs_core.streaming.history import HostHistory, ParkedHistory
 from kvs_core.streaming.kv_step import KvStep
 from kvs_core.streaming.layer_kv import AttentionScratch, PrefillWatch
-from kvs_core.streaming.pace import Advice, Pace
+from kvs_core.streaming.partition import Partition
+from kvs_core.streaming.places import KvStats, LayerPlaces
 from kvs_core.streaming.plans import Lie, StepPlans
 from kvs_core.streaming.pools import Pools
 from kvs_core.streaming.publisher import Publisher
-from kvs_core.streaming.shift import ShiftLayer, ShiftThrough, shift_in_place, work_bytes
+from kvs_core.streaming.residents import Residents
+from kvs_core.streaming.shift import ShiftLayer, shift_in_place, shift_through
 from kvs_core.streaming.streamer import Streamer
 
 _MOST_LENT = 2      # a half of the pool is the most that is lent
 _NO_SLOT = 0        # of a page that no row sees
-
-
-@dataclass(frozen=True, slots=True)
-class KvStats:
-    """Where the pages are now, and what has happened since the start.
-
-    pool_pages, resident_pages  of both pools, where layers that slide have one of their own
-    streamed_pages_per_step     as often as attention reads them
-    """
-
-    pool_pages: int
-    resident_pages: int
-    ring_slots: int
-    active_pages: int
-    active_bytes: int
-    streamed_pages_per_step: int
-    repartitions: int
-    history_bytes: int
-    moved_bytes: tuple[int, ...]   # to the device, by layer
-
-
-@dataclass(frozen=True, slots=True)
-class LayerPlaces:
-    """Where the pages of one layer are. Those of ``streamed`` pass through the ring in every step, all others are
-    resident, but for those before ``first_page``: a sliding window has passed them, and nobody reads them.
-
-    in_ring  of the streamed ones, those that are there now or on their way, in order
-    """
-
-    pages: int
-    streamed: range
-    in_ring: tuple[range, ...]
-    first_page: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Gap:
-    """Longest time in a step in which attention consumed nothing, of the last step and of those before; seconds.
-
-    steady_s  the shorter of the last two: a ring follows what steps have in common, not the one that was interrupted
-    """
-
-    steady_s: float = 0.0
-    last_s: float = 0.0
-
-    def then(self, gap_s: float) -> _Gap:
-        """After one more step."""
-        return _Gap(min(gap_s, self.last_s), gap_s)
 
 
 class KvStream:
@@ -121,18 +74,13 @@ class KvStream:
         self._kept: tuple[int, ...] = ()                     # positions to which something may come back
         self._publisher = Publisher(device, self.cache, self._history)
         self.streamer = Streamer(device, self._history, self._pools.view, reads)
-        self._promoted: dict[PageId, Fence] = {}             # resident pages whose bytes are still on their way
+        self._residents = Residents(device, self.geometries, self._pools, self._history, self._publisher, self.streamer)
         self._scratch = AttentionScratch()
         self.plans = StepPlans(device, self, len(self.reads))
+        self._partition = Partition(self.reads, self._pools, self._residents, self.streamer, self.plans)
         self.watch: PrefillWatch | None = None               # only where attention itself is measured
         self._step: KvStep | None = None
-        self._repartitions = 0
-        self._scheduled: tuple[tuple[int, ...], int] | None = None
-        self._phase = Phase.PREFILL                          # of the last step: a gap of prefill says nothing of decode
-        self._gaps = {phase: _Gap() for phase in Phase}
-        self._pace = Pace(config.link_bytes_per_s, other_bytes)   # of captured steps
-        self._other_s = other_bytes / config.link_bytes_per_s if other_bytes else 0.0
-        self._in_vain = False                                # it says that the ring grew in vain; the policy will hear
+        self._feedback = Feedback(config.link_bytes_per_s, len(self.reads), other_bytes)
 
     # Layout: called at start and by a hand-over, between steps.
 
@@ -202,10 +150,7 @@ class KvStream:
     def publish_dirty(self) -> None:
         """Send home every page that holds committed rows which have not been sent, a part-filled tail page too."""
         assert self._step is None
-        committed = self.cache.committed
-        if self._publisher.enqueued < committed:
-            first = self._publisher.enqueued // self.geometry.page_tokens
-            self._publish(range(first, self.geometry.pages_of(committed)), committed)
+        self._residents.publish(self.cache.committed)
 
     # Steps.
 
@@ -214,7 +159,7 @@ class KvStream:
         assert self._step is None, "a step is open"
         assert self._pools.is_bound, "no layout is bound"
         positions = self.cache.reserve(rows)
-        self._phase = phase
+        self._feedback.phase = phase
         try:
             self._publisher.poll()
             self._publish_full()   # nothing to do, unless a publication failed before
@@ -223,7 +168,7 @@ class KvStream:
             pool_slots = self._pools.shared.pool_slots
             decision = self._decide(pool_slots, positions.start, pages, starved=self.streamer.take_starved())
             if decision.ring_bonus < self._state.ring_bonus or not decision.ring_bonus:
-                self._in_vain = False
+                self._feedback.in_vain = False
             self._apply(decision, pool_slots, pages)
             self._drop_from_history()
             self.streamer.pump()
@@ -273,8 +218,7 @@ class KvStream:
         assert self._step is None
         pages = self.geometry.pages_of(tokens)
         self._publisher.wait_all()
-        for page in [page for page in self._promoted if page.page >= pages]:
-            self._wait_promoted(page)   # what may fail comes before what changes
+        self._residents.wait_from(pages)   # what may fail comes before what changes
         self.cache.truncate(tokens)
         self._forget_pages(pages)
 
@@ -282,7 +226,7 @@ class KvStream:
         """Take up a history that came from elsewhere: the cache is empty, and ``room_for`` gave the memory that was
         filled. What stays on the device comes with the next step."""
         assert self._step is None
-        self._forget_ring()
+        self._partition.forget()
         self.cache.restore(tokens)
         self._expect(tokens)
 
@@ -303,7 +247,7 @@ class KvStream:
         """
         assert self._step is None
         assert self.cache.committed == 0, self.cache.committed
-        self._forget_ring()
+        self._partition.forget()
         layers = [ShiftLayer(*each) for each in zip(range(self.layers), self.geometries, attention, strict=True)]
         moves, left = plan_shift(keep, discard, tokens, self.geometry.page_tokens), tokens - discard
         self._device.begin_shift(attention, -discard)
@@ -314,27 +258,19 @@ class KvStream:
             self._shift_through(layers, moves, left)
 
     def _shift_through(self, layers: Sequence[ShiftLayer], moves: Sequence[PageMove], left: int) -> None:
-        """Through slots that are free; pages that are to be resident stay, as far as slots are left for them."""
+        """Through slots that are free; pages that are to be resident stay there."""
         self._expect(left)
         pool_slots = self._pools.shared.pool_slots
         self._state = self._decide(pool_slots, left, self._pages, starved=False)
-        streamed, firsts = [self._config.streamed(cut) for cut in self._state.cuts], self._firsts
-        with self._pools.borrow(work_bytes(layers)) as work:
-            for move, layer in product(reversed(moves), range(self.layers)):   # the newest first
-                stays = move.page >= firsts[layer] and move.page not in streamed[layer]
-                if stays and self._pools.has_free(layer):
-                    self._pools.assign(PageId(layer, move.page))
-            moved = ShiftThrough(self._device, self._history, work).run(layers, moves, self._place)
-            self._device.discard(work)
+        streamed, firsts = self._streamed(self._state), self._firsts
+        moved = shift_through(
+            self._device, self._history, self._pools, layers, moves,
+            lambda page: page.page >= firsts[page.layer] and page.page not in streamed[page.layer],
+        )
         for layer, size in enumerate(moved):
             self.streamer.moved[layer] += size
         self.cache.restore(left)
         self._apply(self._state, pool_slots, self._pages)
-
-    def _place(self, layer: int, page: int) -> Buffer | None:
-        """The bytes of a page, if it is resident."""
-        place = PageId(layer, page)
-        return self._pools.bytes_of(place) if self._pools.holds(place) else None
 
     def room_for(self, layer: int, page: int) -> np.ndarray:
         """The history's memory for a page that ``restore`` is to find there, uint8 [page_bytes]."""
@@ -347,7 +283,7 @@ class KvStream:
         Blocks. ``DeviceError`` if a copy fails; then nothing is given away, and the rows are as they were.
         """
         self.drain()
-        self._forget_ring()
+        self._partition.forget()
         tokens = self.cache.committed
         self._truncate(0)
         return self._history.hand_over(self.geometry.pages_of(tokens), tokens)
@@ -384,7 +320,7 @@ class KvStream:
             active_pages=sum(active),
             active_bytes=sum(map(mul, active, self._page_bytes)),
             streamed_pages_per_step=self.streamer.schedule.streamed_pages,
-            repartitions=self._repartitions,
+            repartitions=self._partition.changes,
             history_bytes=self._history.size_bytes,
             moved_bytes=tuple(self.streamer.moved[layer] for layer in range(self.layers)),
         )
@@ -398,9 +334,7 @@ class KvStream:
         for first, cut, runs in zip(self._firsts, self._state.cuts, ahead, strict=True):
             # What was taken up from elsewhere comes to the device with the next step.
             going = self._config.streamed(min(cut, self._pages)) if len(self._pools) else range(first, self._pages)
-            inside = [range(max(run.start, going.start), min(run.stop, going.stop)) for run in runs]
-            ring = tuple(sorted(set(filter(None, inside)), key=lambda run: run.start))
-            made.append(LayerPlaces(self._pages, going, ring, first))
+            made.append(LayerPlaces.of(self._pages, going, runs, first))
         return made
 
     def history_pages(self, layer: int) -> Iterator[tuple[int, np.ndarray]]:
@@ -437,13 +371,6 @@ class KvStream:
         finally:
             self._forget_pages(self.geometry.pages_of(self.cache.committed))
 
-    @property
-    def can_capture(self) -> bool:
-        """Whether all that a decode step copies lies in pinned memory, which captured copies have to find it in."""
-        if not self._history.has_pageable:
-            return True
-        return all(self._history.is_pinned(self.reads[run.layer], run) for run in self.streamer.schedule.runs)
-
     def pool_of(self, layer: int) -> Buffer:
         return self._pools.memory(layer)
 
@@ -467,34 +394,18 @@ class KvStream:
 
     def wait_layer(self, layer: int) -> None:
         # Before its rows are written, and so before attention too: a page that was cut short may be coming back.
-        if not self._promoted:
-            return
-        for coming in [page for page in self._promoted if page.layer == layer]:
-            self._wait_promoted(coming)
+        self._residents.wait_layer(layer)
 
     def observe_step(self, step_s: float | None) -> None:
-        """A captured step took that long on the device.
-
-        One that streamed nothing tells how long the layers between two attention layers take, the gap that the ring
-        bridges. One that streamed more than it may show that the link was kept waiting, which ``acquire`` cannot see.
-        """
-        if not step_s:
-            return
-        moved = self.streamer.schedule.streamed_pages * self.geometry.page_bytes
-        if moved == 0:
-            # While the link is busy with other things no slot is missing.
-            gap_s = max(0.0, step_s - self._other_s) / len(self.reads)
-            self._gaps[Phase.DECODE] = _Gap(gap_s, gap_s)
-        advice = self._pace.observe(step_s, moved)
-        if advice is Advice.GROW:
+        """A captured step took that long on the device; see ``Feedback``."""
+        if step_s and self._feedback.captured(
+            step_s, self.streamer.schedule.streamed_pages * self.geometry.page_bytes
+        ):
             self.streamer.note_starved()
-        elif advice is Advice.TAKE_BACK:
-            self._in_vain = True
 
     def step_closed(self, longest_gap_s: float) -> None:
         self._step = None
-        if longest_gap_s > 0:
-            self._gaps[self._phase] = self._gaps[self._phase].then(longest_gap_s)
+        self._feedback.step_closed(longest_gap_s)
 
     # Deciding and carrying out.
 
@@ -503,9 +414,9 @@ class KvStream:
             pages=pages,
             writable_page=first_position // self.geometry.page_tokens,
             pool_slots=pool_slots,
-            gap_s=self._gaps[self._phase].steady_s,
+            gap_s=self._feedback.gap_s,
             starved=starved,
-            in_vain=self._in_vain,
+            in_vain=self._feedback.in_vain,
         )
         return residency_step(self._config, self._state, seen)
 
@@ -516,104 +427,19 @@ class KvStream:
         """
         if state.first_pages != self._state.first_pages:
             self.plans.forget()
-            self._drop_passed(state.first_pages)
-        if self._scheduled != (state.cuts, state.ring_slots) or pool_slots != self._pools.shared.pool_slots:
-            self._scheduled = None
-            table = self._pools.shared
-            self.plans.rescheduled()
-            self._evict(state.cuts)
-            if state.ring_slots <= table.ring_slots:
-                self._replan(state)
-                table.resize(ring_slots=state.ring_slots, pool_slots=table.pool_slots)
-                self._clear_the_way(state.ring_slots, pool_slots)
-                table.resize(ring_slots=state.ring_slots, pool_slots=pool_slots)
-            else:
-                self._clear_the_way(state.ring_slots, pool_slots)
-                table.resize(ring_slots=state.ring_slots, pool_slots=pool_slots)
-                self._replan(state)
-            self._scheduled = (state.cuts, state.ring_slots)
-            self._repartitions += 1
+            self._residents.evict(lambda page: page.page < state.first_pages[page.layer])
+        self._partition.change(self._config, state, pool_slots)
         self._state = state
-        self._promote()
-        self._grow(pages)
+        # Streamed pages at or above their layer's cut come back to stay.
+        self._residents.promote(self._streamed(state), self._firsts, self._pages)
+        if pages != self._pages:
+            self.plans.forget()
+            first, self._pages = self._pages, pages
+            self._residents.grow(range(first, pages))
 
-    def _replan(self, state: ResidencyState) -> None:
-        self.streamer.replan(
-            [self._config.streamed(state.cuts[layer]) for layer in self.reads],
-            ring_slots=state.ring_slots,
-            run_pages=self._config.run_pages_in(state.ring_slots),
-        )
-
-    def _evict(self, cuts: Sequence[int]) -> None:
-        """Pages that are to be streamed give their slots back; their bytes are in the history."""
-        streamed = [self._config.streamed(cut) for cut in cuts]
-        self._send_away([page for page in self._pools if page.page in streamed[page.layer]])
-
-    def _drop_passed(self, firsts: Sequence[int]) -> None:
-        """The same for pages that sliding windows have passed."""
-        self._send_away([page for page in self._pools if page.page < firsts[page.layer]])
-
-    def _send_away(self, going: Sequence[PageId]) -> None:
-        if going:
-            self._publisher.wait_for((max(page.page for page in going) + 1) * self.geometry.page_tokens)
-        for page in going:
-            self._release(page)
-
-    def _clear_the_way(self, ring_slots: int, pool_slots: int) -> None:
-        """Move resident pages out of slots that the ring takes or the pool gives up."""
-        table = self._pools.shared
-        moving = table.in_the_way(ring_slots=ring_slots, pool_slots=pool_slots)
-        if moving:
-            self._publisher.wait_all()
-        targets = table.free_slots(range(max(ring_slots, table.ring_slots), pool_slots))
-        assert len(moving) <= len(targets), "the policy kept more pages than fit"
-        for page in moving:
-            # On the compute stream: behind all that has read the target and, once awaited, what filled the source.
-            self._wait_promoted(page)
-            target = targets.pop()
-            source = self._pools.bytes_of(page)
-            self._device.enqueue_copy(self._pools.view(target, 1), source, self._device.compute)
-            table.move_to(page, target)
-            self._device.discard(source)
-
-    def _promote(self) -> None:
-        """Streamed pages at or above their layer's cut come back to stay; a layer waits for its own before use."""
-        streamed = [self._config.streamed(cut) for cut in self._state.cuts]
-        if len(self._pools) == self._pages * self.layers - sum(map(len, streamed)) - sum(self._firsts):
-            return
-        back = [
-            PageId(layer, page)
-            for layer, (pages, first) in enumerate(zip(streamed, self._firsts, strict=True))
-            for page in (*range(pages.start), *range(max(first, pages.stop), self._pages))
-            if not self._pools.holds(PageId(layer, page))
-        ]
-        self._device.copy.wait(self._device.compute.record())
-        for page in back:
-            self._pools.assign(page)
-            try:
-                view = self._pools.bytes_of(page)
-                self._device.enqueue_copy(view, self._history.page(page.layer, page.page), self._device.copy)
-                self._promoted[page] = self._device.copy.record()
-                self.streamer.moved[page.layer] += self._page_bytes[page.layer]
-            except BaseException:
-                self._pools.release(page)   # a page in the table is one whose bytes are there, or on their way
-                raise
-
-    def _grow(self, pages: int) -> None:
-        """New tail pages, cleared: stale scales times zero weights would be NaN."""
-        if pages == self._pages:
-            return
-        self.plans.forget()
-        first, self._pages = self._pages, pages
-        for page in range(first, pages):
-            for layer in range(self.layers):
-                slot = self._pools.assign(PageId(layer, page))
-                self._device.ops.zero_page(self._pools.memory(layer), self.geometries[layer], slot)
-
-    def _forget_ring(self) -> None:
-        """The history will be another: what was copied ahead is of no use, and where copies come from changes."""
-        self.streamer.empty()
-        self._scheduled = None
+    def _streamed(self, state: ResidencyState) -> Sequence[range]:
+        """By layer, the pages that stream."""
+        return [self._config.streamed(cut) for cut in state.cuts]
 
     def _forget_pages(self, pages: int) -> None:
         """Pages from ``pages`` on hold no committed row."""
@@ -621,26 +447,8 @@ class KvStream:
             return
         self.plans.forget()
         self._pages = pages
-        for page in [page for page in self._pools if page.page >= pages]:
-            self._release(page)
-
-    def _release(self, page: PageId) -> None:
-        self._wait_promoted(page)
-        self._device.discard(self._pools.release(page))
-
-    def _wait_promoted(self, page: PageId) -> None:
-        fence = self._promoted.get(page)
-        if fence is not None:
-            self._device.compute.wait(fence)   # raises if the copy failed, and again whenever the page is asked for
-            del self._promoted[page]
+        self._residents.release_from(pages)
 
     def _publish_full(self) -> None:
         """Send home the full pages that have not been sent."""
-        full = self.cache.committed // self.geometry.page_tokens
-        first = self._publisher.enqueued // self.geometry.page_tokens
-        if full > first:
-            self._publish(range(first, full), full * self.geometry.page_tokens)
-
-    def _publish(self, pages: range, tokens: int) -> None:
-        ids = [PageId(layer, page) for page in pages for layer in range(self.layers)]
-        self._publisher.enqueue([(page, self._pools.bytes_of(page)) for page in ids], tokens)
+        self._residents.publish(self.cache.committed // self.geometry.page_tokens * self.geometry.page_tokens)

@@ -16,13 +16,16 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import product
 
 from kvs_core.device.base import Device, Fence
 from kvs_core.device.operands import AttentionParams, Buffer
 from kvs_core.errors import BudgetError
 from kvs_core.paging.geometry import PageGeometry
 from kvs_core.paging.shift import PageMove
+from kvs_core.paging.slots import PageId
 from kvs_core.streaming.history import HostHistory
+from kvs_core.streaming.pools import Pools
 from kvs_core.units import MIB, ceil_div, mib_ceil
 
 _BATCH_BYTES = 8 * MIB   # of sources: the link is at its rate, and the pool is hardly touched
@@ -55,6 +58,30 @@ def shift_in_place(
 def work_bytes(layers: Sequence[ShiftLayer]) -> int:
     """Device memory with which ``ShiftThrough`` does not wait for itself."""
     return _AREAS * max((2 * _batch_pages(page_bytes) + 1) * page_bytes for page_bytes in _sizes(layers))
+
+
+def shift_through(
+    device: Device, history: HostHistory, pools: Pools, layers: Sequence[ShiftLayer], moves: Sequence[PageMove],
+    stays: Callable[[PageId], bool],
+) -> list[int]:
+    """On other devices: through slots that are free, in pools where no page is resident. Those that are to be resident
+    stay, the newest first, as far as slots are left for them.
+
+    Returns the bytes copied to the device for each layer, blocks and fails as ``ShiftThrough.run`` does.
+    """
+
+    def place(layer: int, page: int) -> Buffer | None:
+        kept = PageId(layer, page)
+        return pools.bytes_of(kept) if pools.holds(kept) else None
+
+    with pools.borrow(work_bytes(layers)) as work:
+        for move, layer in product(reversed(moves), layers):
+            page = PageId(layer.index, move.page)
+            if stays(page) and pools.has_free(layer.index):
+                pools.assign(page)
+        moved = ShiftThrough(device, history, work).run(layers, moves, place)
+        device.discard(work)
+    return moved
 
 
 class ShiftThrough:

@@ -71,6 +71,13 @@ class Streamer:
         return self._schedule
 
     @property
+    def can_capture(self) -> bool:
+        """Whether all that a decode step copies lies in pinned memory, which captured copies have to find it in."""
+        if not self._history.has_pageable:
+            return True
+        return all(self._history.is_pinned(self._layer(run), run) for run in self._schedule.runs)
+
+    @property
     def in_ring(self) -> list[Run]:
         """Runs that are in the ring or on their way, in the order of the schedule."""
         return [entry.run for entry in self._in_ring]
@@ -116,7 +123,7 @@ class Streamer:
             if not self._ring.all_empty(run.slots):
                 return
             self._wait_for_readers(run)
-            layer = self._reads[run.layer] if self._reads else run.layer
+            layer = self._layer(run)
             source = self._history.run(layer, run)
             self._device.enqueue_copy(self._pool_view(run.first_slot, run.pages), source, self._device.copy)
             self.moved[layer] += source.nbytes
@@ -200,3 +207,7 @@ class Streamer:
             self._device.compute.wait(dropped[0].ready)
             for entry in dropped:
                 self._device.discard(self._pool_view(entry.run.first_slot, entry.run.pages))
+
+    def _layer(self, run: Run) -> int:
+        """Whose pages it brings."""
+        return self._reads[run.layer] if self._reads else run.layer

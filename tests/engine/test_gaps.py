@@ -45,9 +45,9 @@ def test_the_time_that_weights_take_on_the_link_is_no_gap(tiny_qwen35: Path) -> 
         with engine(tiny_qwen35, kv=kv_settings(), gpu_layers=gpu_layers) as built:
             kv, other_s = built._kv, built.weights_report().home_bytes / built.link_bytes_per_s
             kv.observe_step(0.5 + other_s)
-            assert kv._gaps[Phase.DECODE].steady_s == pytest.approx(0.5 / kv.layers, rel=1e-6)
+            assert kv._feedback.gaps[Phase.DECODE].steady_s == pytest.approx(0.5 / kv.layers, rel=1e-6)
             kv.observe_step(0.5 * other_s + 1e-12)
-            assert kv._gaps[Phase.DECODE].steady_s == (0.0 if other_s else 1e-12 / kv.layers)
+            assert kv._feedback.gaps[Phase.DECODE].steady_s == (0.0 if other_s else 1e-12 / kv.layers)
 
 
 class Clock:

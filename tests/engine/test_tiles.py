@@ -18,7 +18,7 @@ from kvs_core.device.operands import Buffer
 from kvs_core.engine.budget import Drafting
 from kvs_core.engine.engine import Engine
 from kvs_core.errors import ContextError
-from kvs_core.streaming.kv_stream import KvStats
+from kvs_core.streaming.places import KvStats
 from tests.engine.rounds import DECODE, PREFILL, WIDE_ROUNDS, Left, Played, Round, play_rounds
 from tests.engine.test_cuda_failures import failing
 from tests.engine.test_exact import hostile

@@ -95,7 +95,7 @@ def test_a_layer_that_others_read_streams_once_for_each(models: dict[str, Path])
         assert moved.tolist() == [0, streamed[1], 0, 2 * streamed[3]]
         assert after.stats.streamed_pages_per_step == streamed[1] + 2 * streamed[3]
         built._kv._history.has_pageable = True   # then each copy is asked whether its own layer's pages are pinned
-        assert built._kv.can_capture
+        assert built._kv.streamer.can_capture
     with engine(models["shared"], kv=kv_settings(), pool=0.4, fixed=True) as built:
         run(built, PROMPT, DECODE)
         streamed = [len(places.streamed) for places in built._kv.places()]

@@ -15,7 +15,7 @@ from kvs_cli.server.live import PLACES, LiveView, place_runs
 from kvs_cli.server.slot import Conversation, SlotView
 from kvs_core.engine.session import Session
 from kvs_core.paging.slots import PageId
-from kvs_core.streaming.kv_stream import LayerPlaces
+from kvs_core.streaming.places import LayerPlaces
 from tests.engine.tiny import engine, kv_settings
 from tests.server.running import running
 from tests.support.tiny_gguf import write_tiny_gemma3

@@ -245,10 +245,10 @@ def test_the_ring_is_made_for_usual_steps() -> None:
     with lending() as rig:
         rig.prefill(CONTEXT - 200)
         rig.narrow(DECODE, 1, 1)
-        gap = rig.kv._gaps[DECODE]
+        gap = rig.kv._feedback.gaps[DECODE]
         assert gap.last_s > 0
         assert rig.wide(4, 33, 33)
-        assert rig.kv._gaps[DECODE] == gap
+        assert rig.kv._feedback.gaps[DECODE] == gap
 
 
 def test_a_phase_change_ends_a_loan() -> None:

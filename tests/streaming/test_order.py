@@ -189,7 +189,7 @@ def test_a_page_coming_back_is_waited_for_before_it_moves() -> None:
         before = device.copies
         step(rig, device, Phase.PREFILL, 1, 0, 0)
         assert device.copies > before
-        coming = set(rig.kv._promoted)
+        coming = set(rig.kv._residents.promoted)
         rig.enter(Phase.DECODE)
         assert coming & set(rig.kv._pools)
         step(rig, device, Phase.DECODE, DECODE_ROWS, DECODE_ROWS)
