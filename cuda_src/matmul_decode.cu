@@ -13,9 +13,9 @@
 //
 // A block is one of n_splits ranges of columns x a range of row tiles. Its (tile, 256 columns) items are dealt to the
 // warps as equal contiguous runs; each warp streams its run through a ring of its own. Tiles that a run
-// does not have whole are summed in the order of the warps. A multiprocessor has room for one block (by its shared
-// memory): with two, kernels that overlap would spread unevenly, and the later one would slow the earlier. A row's
-// result depends neither on the number of rows nor on the depth of the rings.
+// does not have whole are summed in the order of the warps. Where kernels overlap, a multiprocessor has room for one
+// block (by its shared memory): two would spread unevenly, and the later kernel would slow the earlier. A row's result
+// depends neither on the number of rows nor on the depth of the rings.
 //
 // Shared memory: rings [WARPS][stages][RECORD], in the end the parts of cut tiles | barriers | activation records of
 // the block's columns [blocks][plane][rows] | 8 row factors | value table

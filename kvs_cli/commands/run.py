@@ -54,7 +54,7 @@ def execute(settings: RunSettings) -> int:
             saved = SavedText(engine, model, settings.engine.rope, settings.session)
             prompt = prompt or saved.tokens
             if not (goes_on and settings.engine.context.shift):   # which makes room
-                check_prompt(len(prompt), context)
+                check_prompt(len(prompt), context, is_session=goes_on)
         if rule is not None and settings.chat.enabled:
             rule = after_thoughts(rule, prompt, model)
         result = _generate(settings, model, engine, sampler, rule, prompt, saved, screen, start_s)

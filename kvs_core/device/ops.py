@@ -197,7 +197,8 @@ class Ops(Protocol):
     def shift_rows(
         self, page: Buffer, sources: Sequence[Buffer], params: AttentionParams, geometry: PageGeometry, move: PageMove
     ) -> None:
-        """Move rows of ``sources`` into ``page`` as ``move`` says, with the bits of the host's op on every device.
+        """Move rows of ``sources`` into ``page`` as ``move`` says, with the bits of the host's op on every device, but
+        that a GPU takes float32 values below the normal ones for 0.
 
         Keys are turned by the positions that ``Device.begin_shift`` was told, and stored anew; values' bytes are moved.
         page, sources  uint8 [page_bytes] each; the page may be one of the sources only where the device is the host

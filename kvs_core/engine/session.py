@@ -294,8 +294,18 @@ def _reusable(
     return max((held.position for held in checkpoints if held.position <= common), default=0)
 
 
-def check_prompt(prompt_tokens: int, context: ContextPlan) -> None:
-    """``ContextError`` unless a prompt of that many tokens leaves room in the context for one more."""
+def check_prompt(prompt_tokens: int, context: ContextPlan, *, is_session: bool = False) -> None:
+    """``ContextError`` unless a prompt of that many tokens leaves room in the context for one more.
+
+    is_session  the prompt is all that a session holds
+    """
+    if is_session and prompt_tokens >= context.context_tokens:
+        raise ContextError(
+            f"the session has {prompt_tokens} tokens and fills the context of {context.context_tokens}; raise "
+            "--ctx-size, or use --context-shift",
+            prompt_tokens=prompt_tokens,
+            context_tokens=context.context_tokens,
+        )
     if prompt_tokens >= context.context_tokens:
         raise ContextError(
             f"the prompt has {prompt_tokens} tokens, the context holds {context.context_tokens} and must leave room "

@@ -184,6 +184,8 @@ OTHERS = (Holder(7, "python", 9 * GIB), Holder(8, "game", 6 * GIB), Holder(9, No
         (settings(CUDA_VISIBLE_DEVICES="1"), "CUDA_VISIBLE_DEVICES", "ok", "'1'", ""),
         (settings(GGML_CUDA_ENABLE_UNIFIED_MEMORY="1"), "GGML_CUDA_ENABLE_UNIFIED_MEMORY", "ok",
          "'1': weights that --gpu-layers keeps on the GPU may exceed its memory", ""),
+        (replace(settings(GGML_CUDA_ENABLE_UNIFIED_MEMORY="1"), cuda=CudaFacts()), "GGML_CUDA_ENABLE_UNIFIED_MEMORY",
+         "ok", "'1': no effect without a GPU", ""),
         (replace(settings(GGML_CUDA_ENABLE_UNIFIED_MEMORY="1"), host=replace(HOST, is_wsl=True)),
          "GGML_CUDA_ENABLE_UNIFIED_MEMORY", "warning", "'1' has no effect in WSL",
          "weights beyond the GPU are streamed"),

@@ -11,6 +11,7 @@ import pytest
 from gguf.constants import GGMLQuantizationType
 
 from kvs_core.device.cuda.cupy_runtime import CupyRuntime
+from kvs_core.device.cuda.hollow import hollow_device
 from kvs_core.device.cuda.weights import held_bytes, part_bytes
 from kvs_core.errors import DeviceMemoryError
 from kvs_core.units import MIB
@@ -118,6 +119,8 @@ def test_a_driver_that_cannot_is_told_of(monkeypatch: pytest.MonkeyPatch, caplog
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert said == [f"{VARIABLE} has no effect: unified memory must fit cuda on cpu here"]
     device.close()
+    hollow_device(device, 1 << 20).close()   # a probe says nothing of it again
+    assert len(caplog.records) == 1
 
 
 class OutOfMemory(RuntimeError):

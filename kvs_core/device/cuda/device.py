@@ -68,8 +68,11 @@ class CudaDevice:
     captures = True
     is_host = False
 
-    def __init__(self, runtime: Runtime) -> None:
-        """Takes the runtime over: ``close`` closes it."""
+    def __init__(self, runtime: Runtime, *, may_spill: bool = True) -> None:
+        """Takes the runtime over: ``close`` closes it.
+
+        may_spill  whether the variable of unified memory is looked at
+        """
         self.name = runtime.name
         self._runtime = runtime
         self._capture = CaptureState()
@@ -83,8 +86,9 @@ class CudaDevice:
         self.publish: Stream = self._publish
         self._closed = False
         self._launch_began, self._launch_ended = runtime.event(timed=True), runtime.event(timed=True)
-        self.spills = unified.is_asked() and runtime.overcommits
-        if unified.is_asked() and not runtime.overcommits:
+        asked = may_spill and unified.is_asked()
+        self.spills = asked and runtime.overcommits
+        if asked and not runtime.overcommits:
             LOGGER.warning("%s has no effect: unified memory must fit %s here", unified.VARIABLE, self.name)
         self._first_free_bytes = runtime.free_bytes() if self.spills else 0
         self._state_bytes = 0

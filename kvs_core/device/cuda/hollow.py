@@ -27,7 +27,7 @@ def hollow_device(beside: CudaDevice, load_bytes: int) -> CudaDevice:
     runtime = beside.another_runtime()
     try:
         hollow: Any = _Hollow(runtime, load_bytes)
-        return CudaDevice(hollow)
+        return CudaDevice(hollow, may_spill=False)
     except BaseException:
         runtime.close()
         raise

@@ -342,7 +342,7 @@ class DecodeMatmul:
             rows = min(best.rows, count - first)
             shared = max(
                 block_bytes(section.quant, best.warps, best.stages, ceil_div(section.n_blocks, n_splits), rows),
-                launcher.shared_bytes // 2 + 1,   # no second block beside it
+                launcher.shared_bytes // 2 + 1,   # no second block beside it where launches overlap
             )
             launcher.launch(
                 matmul(section.quant, best.warps, rows > NARROW_ROWS, rows_as, output), (grid, 1, 1), 32 * best.warps,
