@@ -91,6 +91,7 @@ def play_rounds(
     for each in rounds:
         if each.place == "mark":
             marked = built.checkpoint()
+            built.keep([marked.position])
         elif each.place == "back" and marked is not None:
             built.go_back(marked)
         at = built.committed - start
