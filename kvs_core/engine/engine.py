@@ -261,6 +261,7 @@ class Engine:
     ) -> None:
         """Begin behind ``tokens`` tokens whose pages and state come from elsewhere. Of an empty sequence."""
         assert self.committed == 0, self.committed
+        self._kv.forget_slid()
         for layer, page, data in pages:
             self._kv.room_for(layer, page)[:] = np.frombuffer(data, np.uint8)
         self._kv.restore(tokens)

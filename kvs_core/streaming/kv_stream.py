@@ -272,6 +272,12 @@ class KvStream:
         self.cache.restore(left)
         self._apply(self._state, pool_slots, self._pages)
 
+    def forget_slid(self) -> None:
+        """The cache is empty: what the history still has of layers that slide is of another text. Before ``room_for``,
+        which leaves out pages: of those layers memory that is there counts as bytes that are."""
+        assert self.cache.committed == 0, self.cache.committed
+        self._history.cut(0)
+
     def room_for(self, layer: int, page: int) -> np.ndarray:
         """The history's memory for a page that ``restore`` is to find there, uint8 [page_bytes]."""
         self._history.ensure_page(layer, page)

@@ -269,6 +269,26 @@ def test_a_file_without_what_windows_have_passed(gemma3: Path, tmp_path: Path) -
         assert len(session.tokens) == 500
 
 
+def test_a_file_over_a_conversation_that_is_whole_goes_back_to_nothing_of_it(gemma3: Path, tmp_path: Path) -> None:
+    """With --swa-full the history keeps what another conversation had where the file has nothing: nobody goes back to
+    that. What is read again has the bits of a fresh run, and so has what is saved then."""
+    with open_engine(gemma3, swa_full=False) as built:
+        session = Session(built)
+        session.prefill(LONG)
+        save_session(session, tmp_path / "thin", "key")
+    prompt = [*LONG[:500], *text(200, 60, 8)]
+    with open_engine(gemma3, swa_full=True) as built:
+        session = Session(built)
+        wanted = session.prefill(prompt).tobytes()
+        session.rewind(0)
+        session.prefill(text(200, 900, 7))
+        load_session(session, tmp_path / "thin", "key")
+        session = away(session, "fork", tmp_path)
+        assert [len(list(built.pages_of(layer))) for layer in range(3)] == [5, 29, 5]
+        kept = session.keep_common(prompt)
+        assert (kept, session.prefill(prompt[kept:]).tobytes()) == (0, wanted)
+
+
 @pytest.mark.parametrize(
     "pages", [[[[0, 29]]], [[[0, 29]]] * 2 + [[[0, 30]]], [[[0, 29]], [[1, 29]], [[0, 29]]], [[[0, 29]], [[8, 4]], [0]],
               [[[0, 29]], [["a", 29]], [[0, 29]]], 7, [[[0, 29]], [[-4, 29]], [[0, 29]]]],
