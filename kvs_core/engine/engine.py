@@ -158,7 +158,7 @@ class Engine:
 
     def keep(self, positions: Sequence[int]) -> None:
         """Have ``nearest`` find these positions, as far as it does now, while the text goes on; others may be lost.
-        Between steps."""
+        Between steps, or where ``reclaim_with`` asks for memory."""
         self._kv.keep(positions)
 
     def rewind(self, tokens: int) -> None:
@@ -251,6 +251,10 @@ class Engine:
         its end."""
         hidden = 0 if self._model.nextn is None else int(self._model.nextn.hidden[0].nbytes)
         return self._kv.parked_bytes(kept) + self._state.snapshot_bytes + hidden
+
+    def kept_bytes(self, positions: Sequence[int]) -> int:
+        """Host memory that ``keep`` keeps for these positions, once windows have passed them."""
+        return self._kv.kept_bytes(positions)
 
     def reclaim_with(self, reclaim: Callable[[], bool]) -> None:
         """Called, before a step runs, where the history finds no memory: gives some back, or says False."""

@@ -146,7 +146,7 @@ class Session:
         if not self._checkpoints.add(made):
             LOGGER.warning(
                 "no checkpoints: one takes %.0f MiB, more than they may have; a prompt that differs is read anew",
-                made.size_bytes / MIB,
+                self._checkpoints.bytes_of([made]) / MIB,
             )
             self._checkpoints = None
         self._keep_checkpoints()

@@ -218,9 +218,15 @@ class HostHistory:
         if len(self._spare[layer]) < _MOST_SPARE:
             self._spare[layer].append(memory)
 
+    def _free_spare(self) -> bool:
+        """Give back what waits to be used again; False if nothing does."""
+        had_some = any(self._spare)
+        self._spare = [[] for _ in self._slabs]
+        return had_some
+
     def _empty(self) -> None:
         self._slabs = [{} for _ in self._slabs]
-        self._spare = [[] for _ in self._slabs]
+        self._free_spare()
 
     def _let_go(self) -> None:
         for future in self._ahead:
@@ -231,18 +237,18 @@ class HostHistory:
         self.has_pageable = False
 
     def _take(self, layer: int, index: int) -> np.ndarray:
-        if self._spare[layer]:
-            return self._spare[layer].pop()
-        future = self._ahead[layer]
-        self._ahead[layer] = None
+        future = None if self._spare[layer] else self._ahead[layer]
         if future is not None:
+            self._ahead[layer] = None
             with suppress(DeviceError):   # there may be memory now where there was none ahead of need
                 return future.result()
         while True:
+            if self._spare[layer]:
+                return self._spare[layer].pop()
             try:
                 return self._allocate(layer, index, pinned=not self.has_pageable)
             except DeviceError:
-                if self.reclaim():
+                if self._free_spare() or self.reclaim():
                     continue
                 if self._device.is_host or self.has_pageable:
                     raise

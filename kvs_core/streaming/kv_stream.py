@@ -195,7 +195,8 @@ class KvStream:
 
     def keep(self, positions: Sequence[int]) -> None:
         """From now on ``truncate`` can go to these positions, whatever windows pass, as far as it can now. To others
-        that windows have passed it can no longer, where the policy drops what they pass. Between steps."""
+        that windows have passed it can no longer, where the policy drops what they pass. Between steps, or where
+        ``reclaim_with`` asks."""
         self._kept = tuple(positions)
         self._drop_from_history()
 
@@ -305,6 +306,13 @@ class KvStream:
         if kept is None or not self.drops_passed:
             return held
         return held - self._history.passed_bytes(self._passed_firsts, kept)
+
+    def kept_bytes(self, positions: Sequence[int]) -> int:
+        """Bytes of the history that ``keep`` keeps for these positions, once windows have passed them."""
+        if not self.drops_passed:
+            return 0
+        groups = self._history.slides.groups_by_layer(positions)
+        return sum(GROUP_PAGES * len(held) * size for held, size in zip(groups, self._page_bytes, strict=True))
 
     @property
     def sliding_page_bytes(self) -> int:

@@ -239,6 +239,26 @@ def test_checkpoints_that_go_give_back_what_they_held(gemma3: Path) -> None:
         assert session.parked_bytes == least == sum(part.size_bytes for part in session.park().parts)
 
 
+def test_what_the_history_keeps_for_checkpoints_is_bounded(gemma3: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of two layers that slide, a group of each for every checkpoint, and two for the one at 900, whose window spans
+    them. Room for three groups holds two checkpoints, no room for one ends them, and says how much it takes."""
+    with open_engine(gemma3, swa_full=False) as built:
+        group = 2 * 4 * built.page_bytes[0]
+        held = Checkpoints(8, 3 * group, built.kept_bytes)
+        session = Session(built, held, checkpoint_tokens=192)
+        session.prefill(LONG)
+        assert (list(held.positions), held.size_bytes) == ([384, 900], 3 * group)
+        check_memory(built, held.positions)
+        assert session.keep_common([*LONG[:500], 1]) == 384
+        session.rewind(0)
+        session = Session(built, Checkpoints(8, group - 1, built.kept_bytes), checkpoint_tokens=192)
+        session.prefill(LONG)
+        assert (len(session.checkpoints), session.keep_common([*LONG[:500], 1])) == (0, 0)
+        assert f"no checkpoints: one takes {group / (1 << 20):.0f} MiB" in caplog.text
+    with open_engine(gemma3, swa_full=True) as built:
+        assert built.kept_bytes([384, 900]) == 0
+
+
 def test_a_file_without_what_windows_have_passed(gemma3: Path, tmp_path: Path) -> None:
     """It is so much smaller, and taken up with the same bits by whoever shifts no context; who does says what to do."""
     sizes, logits = [], []

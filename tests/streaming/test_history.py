@@ -174,3 +174,31 @@ def test_a_layer_that_slides_uses_its_slabs_again() -> None:
     finally:
         device.close()
         made.close()
+
+
+def test_where_memory_ends_what_waits_to_be_used_again_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer that slides has given back two groups: they make room for another layer's slab, and nobody is asked."""
+    device = HostDevice(1)
+    made = HostHistory(device, [SIZE] * 2, 64, Slides((1, None), 32))
+    allocate, most = device.allocate_pinned, (3 * 4 + 16 + 48 - 8) * SIZE
+
+    def limited(size_bytes: int) -> np.ndarray:
+        if made.size_bytes + size_bytes > most:
+            raise DeviceError(f"{size_bytes} bytes cannot be had")
+        return allocate(size_bytes)
+
+    asked: list[bool] = []
+    made.reclaim = lambda: bool(asked.append(True))
+    try:
+        made.ensure(8, [0, 0])
+        made.drop([8, 0], ())
+        monkeypatch.setattr(device, "allocate_pinned", limited)
+        made.ensure_page(1, 63)
+        assert (made.size_bytes, asked) == ((16 + 48) * SIZE, [])
+        made.ensure_page(0, 0)
+        with pytest.raises(DeviceError, match="no host memory for"):
+            made.ensure(40, [16, 0])
+        assert asked
+    finally:
+        device.close()
+        made.close()
