@@ -213,7 +213,8 @@ class KvStream:
     def _passed_firsts(self) -> Sequence[int]:
         """Of each layer, the first page that is on the device, or that the next step needs, if that comes before."""
         firsts = self._config.first_pages(self.cache.committed // self.geometry.page_tokens)
-        return [min(pair) for pair in zip(self._state.first_pages or (0,) * self.layers, firsts, strict=True)]
+        on_device = self._state.first_pages or (0,) * self.layers
+        return firsts if on_device == firsts else tuple(map(min, on_device, firsts))
 
     def _truncate(self, tokens: int) -> None:
         assert self._step is None
