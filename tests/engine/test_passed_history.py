@@ -221,6 +221,7 @@ def test_a_prompt_goes_back_as_far_as_there_is_what_windows_saw(
         said = [record.message for record in caplog.records if "again" in record.message]
         assert said == [] if expected == common else said[0].startswith(
             f"a prompt has {common} tokens in common with a conversation, and reads those behind {kept} again: "
+            "sliding windows have passed them, and --swa-full was not given"
         )
 
 
@@ -289,9 +290,11 @@ def test_a_file_without_what_windows_have_passed(gemma3: Path, tmp_path: Path) -
         assert len(session.tokens) == 500
 
 
-def test_a_file_over_a_conversation_that_is_whole_goes_back_to_nothing_of_it(gemma3: Path, tmp_path: Path) -> None:
+def test_a_file_over_a_conversation_that_is_whole_goes_back_to_nothing_of_it(
+    gemma3: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """With --swa-full the history keeps what another conversation had where the file has nothing: nobody goes back to
-    that. What is read again has the bits of a fresh run, and so has what is saved then."""
+    that. What is read again has the bits of a fresh run, and the log says why it is."""
     with open_engine(gemma3, swa_full=False) as built:
         session = Session(built)
         session.prefill(LONG)
@@ -305,8 +308,13 @@ def test_a_file_over_a_conversation_that_is_whole_goes_back_to_nothing_of_it(gem
         load_session(session, tmp_path / "thin", "key")
         session = away(session, "fork", tmp_path)
         assert [len(list(built.pages_of(layer))) for layer in range(3)] == [5, 29, 5]
+        caplog.set_level(logging.INFO)
         kept = session.keep_common(prompt)
         assert (kept, session.prefill(prompt[kept:]).tobytes()) == (0, wanted)
+        assert [record.message for record in caplog.records if "again" in record.message] == [
+            "a prompt has 500 tokens in common with a conversation, and reads those behind 0 again: sliding windows "
+            "have passed them, and the file it came from was saved without --swa-full"
+        ]
 
 
 @pytest.mark.parametrize(
