@@ -81,7 +81,7 @@ def _served(plan: Plan, memory: Mapping[str, Any]) -> str:
     if not plan.setup.budget.residency.drops_passed:
         return ""
     return (", with what sliding windows see and no checkpoints; with those of kvs serve up to "
-            f"{_mib_up(memory['served_history_bytes'])}")
+            f"{mib_up(memory['served_history_bytes'])}")
 
 
 def _fits(plan: Plan) -> str:
@@ -154,5 +154,6 @@ def _mib(size_bytes: int) -> str:
     return f"{size_bytes / MIB:,.1f} MiB"
 
 
-def _mib_up(size_bytes: int) -> str:
+def mib_up(size_bytes: int) -> str:
+    """A bound: rounded upwards."""
     return f"{ceil_div(10 * size_bytes, MIB) / 10:,.1f} MiB"
