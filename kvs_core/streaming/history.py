@@ -113,7 +113,7 @@ class HostHistory:
             if first < pages:
                 for index in range(self._slab_of(layer, first).index, self._slab_of(layer, pages - 1).index + 1):
                     if index not in slabs:
-                        slabs[index] = self._take(layer, index)
+                        self._hold(layer, index)
         # Begin with the next slab when the last one is half full, one layer after the other.
         if pages == 0 or self.has_pageable:
             return   # there is nothing to be pinned
@@ -129,7 +129,7 @@ class HostHistory:
         index = self._slab_of(layer, page).index
         for each in (index,) if self._slides(layer) else range(index + 1):
             if each not in self._slabs[layer]:
-                self._slabs[layer][each] = self._take(layer, each)
+                self._hold(layer, each)
 
     def nearest(self, tokens: int) -> int:
         """See ``ParkedHistory``."""
@@ -248,8 +248,11 @@ class HostHistory:
         self._empty()
         self.has_pageable = False
 
+    def _hold(self, layer: int, index: int) -> None:
+        self._slabs[layer][index] = self._take(layer, index)
+        self._ensured = self._dropped = None   # last: to take one may have dropped others
+
     def _take(self, layer: int, index: int) -> np.ndarray:
-        self._ensured = self._dropped = None
         future = None if self._spare[layer] else self._ahead[layer]
         if future is not None:
             self._ahead[layer] = None
