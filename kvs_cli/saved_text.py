@@ -34,7 +34,7 @@ class SavedText:
         """Takes the file up if there is one. ``SessionFileError`` if it does not fit."""
         defaults = CacheSettings()
         self.session = Session(
-            engine, Checkpoints(defaults.checkpoints, defaults.ram_mib * MIB),
+            engine, Checkpoints(defaults.checkpoints, defaults.ram_mib * MIB, engine.kept_bytes),
             checkpoint_tokens=defaults.checkpoint_tokens,
         )
         self._path = path

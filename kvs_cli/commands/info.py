@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvs_cli.open_model import OpenModel, open_model, plan_context
-from kvs_cli.plan.text import full_arena
+from kvs_cli.plan.text import full_arena, mib_up
 from kvs_cli.render import Screen, print_json, print_sections
 from kvs_core.device.cuda.weights import part_bytes as cuda_part_bytes
 from kvs_core.device.host.machine import available_ram_bytes
@@ -185,7 +185,7 @@ def _plan(budget: Budget, kv: KvSettings, spec: ModelSpec) -> Section:
             }
             for phase in Phase
         },
-        "pages": pages * layers,
+        "pages": sum(budget.history_pages()),
         "history_bytes": budget.history_bytes(budget.pages.page_bytes(spec.kv_layers)),
         "history_checkpoint_bytes": budget.checkpoint_bytes(budget.pages.page_bytes(spec.kv_layers)),
         "streamed_pages_per_step": streamed,
@@ -212,7 +212,7 @@ def _planned(layer: LayerSpec, spec: ModelSpec, budget: Budget, pages: int, stat
 
 
 def _for_checkpoints(size_bytes: int) -> str:
-    return f", and up to {_mib(size_bytes)} for each checkpoint" if size_bytes else ""
+    return f", and up to {mib_up(size_bytes)} for each checkpoint" if size_bytes else ""
 
 
 def _sections(facts: Mapping[str, Any]) -> dict[str, dict[str, str]]:

@@ -142,7 +142,7 @@ def _room(settings: ServeSettings, model: OpenModel, engine: Engine) -> Room:
     cache = settings.cache
     # Where nothing may be set aside, the conversation in hand still has its checkpoints.
     limit_bytes = cache.ram_mib * MIB if cache.ram_mib > 0 else sys.maxsize
-    checkpoints = Checkpoints(cache.checkpoints, limit_bytes) if cache.checkpoints else None
+    checkpoints = Checkpoints(cache.checkpoints, limit_bytes, engine.kept_bytes) if cache.checkpoints else None
     session = Session(engine, checkpoints, checkpoint_tokens=cache.checkpoint_tokens)
     parked = ParkedSessions(
         cache.ram_mib * MIB if cache.ram_mib >= 0 else sys.maxsize,

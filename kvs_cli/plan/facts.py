@@ -52,6 +52,7 @@ def facts(plan: Plan) -> Section:
             "pool_pages": memory.slots(Phase.DECODE),
             "sliding_pool_pages": budget.need.sliding_slots,
             "history_bytes": plan.history_bytes,
+            "served_history_bytes": plan.served_history_bytes,
         },
         "kv": {
             "type_k": kv.type_k, "type_v": kv.type_v, "layers": setup.kv_layers, "mode": budget.mode.value,

@@ -16,6 +16,7 @@ from kvs_core.engine.spill import spilled_bytes
 from kvs_core.engine.split import plan_split
 from kvs_core.errors import BudgetError, CapabilityError
 from kvs_core.settings import EngineSettings, KvSettings
+from kvs_core.settings.serving import CacheSettings
 from kvs_core.units import MIB, mib_ceil
 
 _STEP_MIB = 1024   # of the arena, for "what would one more GiB give"
@@ -58,8 +59,14 @@ class Plan:
 
     @property
     def history_bytes(self) -> int:
-        """Of host memory, when the context is full."""
+        """Of host memory, when the context is full; of layers that slide what windows see, and no checkpoints."""
         return _history_bytes(self.setup)
+
+    @property
+    def served_history_bytes(self) -> int:
+        """The same with all the checkpoints that ``kvs serve`` keeps by default."""
+        cache = CacheSettings()
+        return self.setup.budget.served_history_bytes(self.setup.page_bytes, cache.checkpoints, cache.ram_mib * MIB)
 
     @property
     def host_needed_bytes(self) -> int:
@@ -135,7 +142,9 @@ def _check_fits(setup: Setup, device: Device, free_bytes: int, ram_bytes: int) -
     context beside it (on the host) or in host memory."""
     needed, history = _needed_bytes(setup), _history_bytes(setup) + _host_weights_bytes(setup)
     moved = [name for name, size in (("pass", setup.split.pass_bytes), ("spill", setup.spilled_bytes)) if size]
-    what = "the history of a full context" + (f" and the weights that {' or '.join(moved)} take" if moved else " takes")
+    bare = " without checkpoints" if setup.budget.residency.drops_passed else ""
+    takes = f"and the weights that {' or '.join(moved)} take" if moved else "takes"
+    what = f"the history of a full context{bare} {takes}"
     parts = (f"weights of {mib_ceil(setup.weights.size_bytes - setup.spilled_bytes)} MiB, recurrent state of "
              f"{mib_ceil(setup.state_bytes)} MiB and an arena of {mib_ceil(setup.budget.memory.arena_bytes)} MiB")
     lacks, smaller = [], "arena, --ctx-size or model"

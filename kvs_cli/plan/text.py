@@ -12,7 +12,7 @@ from kvs_cli.ending import writing
 from kvs_cli.plan.plan import Plan
 from kvs_core.engine.forecast import Point
 from kvs_core.paging.residency import ResidencyMode
-from kvs_core.units import MIB
+from kvs_core.units import MIB, ceil_div
 
 _WIDTH = 120   # of tables in files and pipes
 
@@ -46,7 +46,7 @@ def sections(plan: Plan, facts: Mapping[str, Any]) -> dict[str, dict[str, str]]:
             "arena": f"{_mib(memory['arena_bytes'])}{chosen}; least {memory['least_arena_mib']} MiB, "
                      f"{full_arena(facts['kv']['mode'])} from {memory['full_arena_mib']} MiB",
             "of it workspace": f"prefill {_mib(workspace['prefill'])}, decode {_mib(workspace['decode'])}",
-            "history": f"{_mib(memory['history_bytes'])} of host memory at the full context",
+            "history": f"{_mib(memory['history_bytes'])} of host memory at the full context{_served(plan, memory)}",
         },
         **_speculation(plan),
     }
@@ -75,6 +75,13 @@ def _spilled_weights(memory: Mapping[str, Any]) -> dict[str, str]:
         f"{_mib(size)} of them, beyond the GPU's memory, in host memory; counted as if they came at the link's rate, "
         "which is more than they do"
     )}
+
+
+def _served(plan: Plan, memory: Mapping[str, Any]) -> str:
+    if not plan.setup.budget.residency.drops_passed:
+        return ""
+    return (", with what sliding windows see and no checkpoints; with those of kvs serve up to "
+            f"{mib_up(memory['served_history_bytes'])}")
 
 
 def _fits(plan: Plan) -> str:
@@ -145,3 +152,8 @@ def digits3(value: float) -> str:
 
 def _mib(size_bytes: int) -> str:
     return f"{size_bytes / MIB:,.1f} MiB"
+
+
+def mib_up(size_bytes: int) -> str:
+    """A bound: rounded upwards."""
+    return f"{ceil_div(10 * size_bytes, MIB) / 10:,.1f} MiB"

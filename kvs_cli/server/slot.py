@@ -39,7 +39,8 @@ class Conversation:
 
     A prompt goes on with the conversation that gives it the most tokens, the one in hand or one set aside. If it parts
     from that one, see ``parts_from``, it begins with a copy of what they share, and that one stays whole; so does the
-    one in hand when another is taken up. When memory ends short ones go first, then the least recently used.
+    one in hand when another is taken up. When memory ends short ones go first, then the least recently used, then what
+    the history keeps for checkpoints of the one in hand.
     """
 
     def __init__(
@@ -144,8 +145,9 @@ class Conversation:
         return held
 
     def _reclaim(self) -> bool:
-        """Give back the memory of one; False if there is none."""
-        dropped = self.parked.drop_one()
+        """Give back the memory of one, or else of a checkpoint of the one in hand; False if there is none. Checkpoints
+        of recurrent state stay: theirs is not pinned, and as little may be left of what is."""
+        dropped = self.parked.drop_one() or (self.session.engine.drops_passed and self.session.thin())
         self._note_parked()
         return dropped
 

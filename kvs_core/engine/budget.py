@@ -194,18 +194,30 @@ class Budget:
         """Which pages stay on the device."""
         return self.residency.mode
 
-    def history_bytes(self, page_bytes: Sequence[int]) -> int:
-        """Of host memory, at most, for a full context to which no checkpoint belongs.
-
-        page_bytes  of a page of each layer
+    def history_pages(self) -> Sequence[int]:
+        """By layer, the pages that the history has room for, at most, at a full context to which no checkpoint belongs.
         """
         tokens, page_tokens = self.context.context_tokens, self.geometry.page_tokens
         rows = max(self.context.ubatch_tokens, DECODE_ROWS)
-        pages = [self.geometry.pages_of(tokens)] * len(page_bytes)
+        pages = [self.geometry.pages_of(tokens)] * self.residency.layers
         for layer, before in enumerate(self.residency.sliding_pages):
             if before is not None and self.residency.drops_passed:
                 pages[layer] = GROUP_PAGES * most_sliding_groups(tokens, page_tokens, rows, before)
-        return sum(map(mul, pages, page_bytes))
+        return pages
+
+    def history_bytes(self, page_bytes: Sequence[int]) -> int:
+        """Of host memory, for these pages.
+
+        page_bytes  of a page of each layer
+        """
+        return sum(map(mul, self.history_pages(), page_bytes))
+
+    def served_history_bytes(self, page_bytes: Sequence[int], checkpoints: int, most_bytes: int) -> int:
+        """The same where a conversation has as many checkpoints as it may, which take so many bytes at most."""
+        pages = align_up(self.geometry.pages_of(self.context.context_tokens), GROUP_PAGES)
+        windows = self.history_bytes(page_bytes)
+        kept = min(checkpoints * self.checkpoint_bytes(page_bytes), most_bytes)
+        return min(windows + kept, max(windows, pages * sum(page_bytes)))
 
     def checkpoint_bytes(self, page_bytes: Sequence[int]) -> int:
         """What the history holds more, at most, for each checkpoint: what windows see there."""

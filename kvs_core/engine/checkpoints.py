@@ -7,7 +7,7 @@ there it keeps what their windows see at the checkpoints, in place.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,7 +33,7 @@ class Checkpoint:
 
     @property
     def size_bytes(self) -> int:
-        """Host memory."""
+        """Host memory, the history's aside."""
         return self.state.size_bytes + (0 if self.hidden is None else self.hidden.nbytes)
 
 
@@ -46,12 +46,16 @@ class ParkedSequence:
 
 
 class Checkpoints:
-    """Those of one conversation, by position; at most so many and so many bytes. The first to go is the one whose loss
-    leaves the smallest gap, not the newest."""
+    """Those of one conversation, by position; at most so many and so many bytes, what the history keeps for them
+    included. The first to go is the one whose loss leaves the smallest gap, not the newest."""
 
-    def __init__(self, most: int, most_bytes: int) -> None:
+    def __init__(
+        self, most: int, most_bytes: int, kept_bytes: Callable[[Sequence[int]], int] = lambda positions: 0
+    ) -> None:
+        """``kept_bytes``: of the history, for these positions; see ``Engine.kept_bytes``."""
         self._most = most
         self._most_bytes = most_bytes
+        self._kept_bytes = kept_bytes
         self._held: list[Checkpoint] = []
 
     def __len__(self) -> int:
@@ -69,8 +73,12 @@ class Checkpoints:
 
     @property
     def size_bytes(self) -> int:
-        """Host memory."""
-        return sum(held.size_bytes for held in self._held)
+        """Host memory, what the history keeps for them included."""
+        return self.bytes_of(self._held)
+
+    def bytes_of(self, held: Sequence[Checkpoint]) -> int:
+        """The same of these, were they all."""
+        return sum(each.size_bytes for each in held) + self._kept_bytes([each.position for each in held])
 
     def add(self, checkpoint: Checkpoint) -> bool:
         """Keep it, and tell whether it may be kept at all. One of its position, and those behind it, are of another

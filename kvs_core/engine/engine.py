@@ -158,7 +158,7 @@ class Engine:
 
     def keep(self, positions: Sequence[int]) -> None:
         """Have ``nearest`` find these positions, as far as it does now, while the text goes on; others may be lost.
-        Between steps."""
+        Between steps, or where ``reclaim_with`` asks for memory."""
         self._kv.keep(positions)
 
     def rewind(self, tokens: int) -> None:
@@ -252,6 +252,10 @@ class Engine:
         hidden = 0 if self._model.nextn is None else int(self._model.nextn.hidden[0].nbytes)
         return self._kv.parked_bytes(kept) + self._state.snapshot_bytes + hidden
 
+    def kept_bytes(self, positions: Sequence[int]) -> int:
+        """Host memory that ``keep`` keeps for these positions, once windows have passed them."""
+        return self._kv.kept_bytes(positions)
+
     def reclaim_with(self, reclaim: Callable[[], bool]) -> None:
         """Called, before a step runs, where the history finds no memory: gives some back, or says False."""
         self._kv.reclaim_with(reclaim)
@@ -261,6 +265,7 @@ class Engine:
     ) -> None:
         """Begin behind ``tokens`` tokens whose pages and state come from elsewhere. Of an empty sequence."""
         assert self.committed == 0, self.committed
+        self._kv.forget_slid()
         for layer, page, data in pages:
             self._kv.room_for(layer, page)[:] = np.frombuffer(data, np.uint8)
         self._kv.restore(tokens)

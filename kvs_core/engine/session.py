@@ -118,8 +118,15 @@ class Session:
         common = common_prefix(tokens, prompt[:-1])
         if kept < common:
             LOGGER.info("a prompt has %d tokens in common with a conversation, and reads those behind %d again: %s",
-                        common, kept, "sliding windows have passed them, and --swa-full was not given"
-                        if self.engine.can_rewind else "recurrent layers go back to checkpoints alone")  # fmt: skip
+                        common, kept, self._why_lost)  # fmt: skip
+
+    @property
+    def _why_lost(self) -> str:
+        if not self.engine.can_rewind:
+            return "recurrent layers go back to checkpoints alone"
+        if self.engine.drops_passed:
+            return "sliding windows have passed them, and --swa-full was not given"
+        return "sliding windows have passed them, and the file it came from was saved without --swa-full"
 
     def reusable(self, prompt: Sequence[int]) -> int:
         """How many tokens ``keep_common`` would keep."""
@@ -146,7 +153,7 @@ class Session:
         if not self._checkpoints.add(made):
             LOGGER.warning(
                 "no checkpoints: one takes %.0f MiB, more than they may have; a prompt that differs is read anew",
-                made.size_bytes / MIB,
+                self._checkpoints.bytes_of([made]) / MIB,
             )
             self._checkpoints = None
         self._keep_checkpoints()

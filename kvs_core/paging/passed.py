@@ -38,6 +38,15 @@ class Slides:
         pages = self.needed(layer, tokens)
         return range(pages.start // GROUP_PAGES, ceil_div(pages.stop, GROUP_PAGES))
 
+    def groups_by_layer(self, positions: Collection[int]) -> list[Collection[int]]:
+        """By layer, the groups that any of these positions needs; of a layer that sees everything none are named."""
+        first_like = {before: layer for layer, before in enumerate(self.before) if before is not None}
+        groups = {
+            before: {group for position in positions for group in self.groups(layer, position)}
+            for before, layer in first_like.items()
+        }
+        return [() if before is None else groups[before] for before in self.before]
+
     def nearest(self, tokens: int, held: Sequence[Collection[int]]) -> int:
         """The last position, none behind ``tokens``, at which a sequence finds what it needs.
 

@@ -90,7 +90,8 @@ class ResidencyConfig:
 
     def first_pages(self, writable_page: int) -> tuple[int, ...]:
         """By layer, the first page that a step which writes from ``writable_page`` on may see, whole groups; (): 0."""
-        return tuple(first_page(before, writable_page) for before in self.sliding_pages)
+        firsts = {before: first_page(before, writable_page) for before in set(self.sliding_pages)}
+        return tuple([firsts[before] for before in self.sliding_pages])
 
     @property
     def copy_pages(self) -> int:

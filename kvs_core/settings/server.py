@@ -118,7 +118,8 @@ SETTINGS = (
         "Reuse the prefix that a prompt shares with the one before.",
         default=True, env="LLAMA_ARG_CACHE_PROMPT", off=("--no-cache-prompt",)),
     _cache("cache_ram", ("-cram", "--cache-ram"), integer(-1, _I32),
-        "Host RAM for conversations that are set aside; -1: no limit, 0: none are. Checkpoints of one have as much.",
+        "Host RAM for conversations that are set aside; -1: no limit, 0: none are. The checkpoints of the "
+        "one in hand have as much, with what the history keeps for them of sliding windows.",
         default=8192, unit="MiB", env="LLAMA_ARG_CACHE_RAM"),
     _cache("ctx_checkpoints", ("-ctxcp", "--ctx-checkpoints", "--swa-checkpoints"), integer(0, _I32),
         "Checkpoints kept per conversation, to go back to: of recurrent state, and of what sliding windows see.",

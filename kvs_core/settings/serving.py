@@ -77,7 +77,7 @@ class ReplySettings:
 class CacheSettings:
     """What stays between requests. reuse: a prompt's known beginning is not read again; checkpoints: most of them, at
     least checkpoint_tokens apart; ram_mib: for conversations that are set aside, -1: no limit, 0: none, and for the
-    checkpoints of the one in hand, 0 too: no limit; folder: of saved slots."""
+    checkpoints of the one in hand, with what the history keeps for them, 0 too: no limit; folder: of saved slots."""
 
     reuse: bool = True
     ram_mib: int = 8192

@@ -23,6 +23,7 @@ from kvs_core.device.operands import Buffer
 from kvs_core.device.pageable import PageableBytes, pageable_bytes
 from kvs_core.device.shortage import pinning_advice_here, ram_left
 from kvs_core.errors import DeviceError, DeviceMemoryError
+from kvs_core.paging.geometry import GROUP_PAGES
 from kvs_core.paging.passed import Slides
 from kvs_core.paging.schedule import Run
 from kvs_core.paging.slabs import Slab, slab, slab_of
@@ -82,6 +83,8 @@ class HostHistory:
         self._spare: list[list[np.ndarray]] = [[] for _ in range(layers)]
         self._helper = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvs-pin")
         self._ahead: list[Future[np.ndarray] | None] = [None] * layers
+        self._ensured: tuple[int, tuple[int, ...]] | None = None             # what holds since, see ``ensure``
+        self._dropped: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # and ``drop``: each is asked every step
         self.reclaim: Callable[[], bool] = lambda: False
         self.has_pageable = False
         self._warned = False
@@ -99,12 +102,18 @@ class HostHistory:
     def ensure(self, pages: int, firsts: Sequence[int] = ()) -> None:
         """Have room for the pages of every layer from its first one, (): 0, up to ``pages``. ``DeviceError`` if there
         is no more; nothing is lost."""
+        asked = (pages, tuple(firsts))
+        if asked != self._ensured:
+            self._ensure(pages, firsts)
+            self._ensured = asked
+
+    def _ensure(self, pages: int, firsts: Sequence[int]) -> None:
         for layer, slabs in enumerate(self._slabs):
             first = firsts[layer] if firsts else 0
             if first < pages:
                 for index in range(self._slab_of(layer, first).index, self._slab_of(layer, pages - 1).index + 1):
                     if index not in slabs:
-                        slabs[index] = self._take(layer, index)
+                        self._hold(layer, index)
         # Begin with the next slab when the last one is half full, one layer after the other.
         if pages == 0 or self.has_pageable:
             return   # there is nothing to be pinned
@@ -120,7 +129,7 @@ class HostHistory:
         index = self._slab_of(layer, page).index
         for each in (index,) if self._slides(layer) else range(index + 1):
             if each not in self._slabs[layer]:
-                self._slabs[layer][each] = self._take(layer, each)
+                self._hold(layer, each)
 
     def nearest(self, tokens: int) -> int:
         """See ``ParkedHistory``."""
@@ -133,8 +142,11 @@ class HostHistory:
     def drop(self, firsts: Sequence[int], positions: Sequence[int]) -> None:
         """Give back what lies before the first page of each layer, but for what a sequence needs to go on at one of
         these positions. Every page of it has been published."""
-        for layer, index in self._passed(firsts, positions):
-            self._give_back(layer, index)
+        asked = (tuple(firsts), tuple(positions))
+        if asked != self._dropped:
+            for layer, index in self._passed(firsts, positions):
+                self._give_back(layer, index)
+            self._dropped = asked
 
     def cut(self, pages: int) -> None:
         """Give back the memory of layers that slide behind the first ``pages`` pages, which hold nothing."""
@@ -177,6 +189,7 @@ class HostHistory:
     def adopt(self, parked: ParkedHistory) -> None:
         """Be what was handed over, in the same memory; ``parked`` is not to be used any more."""
         self._let_go()
+        self._dropped = None
         self._slabs = [dict(slabs) for slabs in parked.slabs]
         self.has_pageable = any(isinstance(part, PageableBytes) for slabs in self._slabs for part in slabs.values())
 
@@ -202,25 +215,30 @@ class HostHistory:
 
     def _passed(self, firsts: Sequence[int], positions: Sequence[int]) -> list[tuple[int, int]]:
         """Layer and number of the slabs that ``drop`` gives back."""
-        passed = []
+        wanted, passed = self.slides.groups_by_layer(positions), []
         for layer, slabs in enumerate(self._slabs):
-            if self._slides(layer) and any(slab(index, slides=True).end_page <= firsts[layer] for index in slabs):
-                wanted = {group for position in positions for group in self.slides.groups(layer, position)}
-                passed += [
-                    (layer, index) for index in slabs
-                    if index not in wanted and slab(index, slides=True).end_page <= firsts[layer]
-                ]
+            if self._slides(layer):
+                end = firsts[layer] // GROUP_PAGES   # slabs are groups
+                passed += [(layer, index) for index in slabs if index < end and index not in wanted[layer]]
         return passed
 
     def _give_back(self, layer: int, index: int) -> None:
+        self._ensured = None
         memory = self._slabs[layer].pop(index)
         self._device.discard(memory)
         if len(self._spare[layer]) < _MOST_SPARE:
             self._spare[layer].append(memory)
 
-    def _empty(self) -> None:
-        self._slabs = [{} for _ in self._slabs]
+    def _free_spare(self) -> bool:
+        """Give back what waits to be used again; False if nothing does."""
+        had_some = any(self._spare)
         self._spare = [[] for _ in self._slabs]
+        return had_some
+
+    def _empty(self) -> None:
+        self._ensured = None
+        self._slabs = [{} for _ in self._slabs]
+        self._free_spare()
 
     def _let_go(self) -> None:
         for future in self._ahead:
@@ -230,19 +248,23 @@ class HostHistory:
         self._empty()
         self.has_pageable = False
 
+    def _hold(self, layer: int, index: int) -> None:
+        self._slabs[layer][index] = self._take(layer, index)
+        self._ensured = self._dropped = None   # last: to take one may have dropped others
+
     def _take(self, layer: int, index: int) -> np.ndarray:
-        if self._spare[layer]:
-            return self._spare[layer].pop()
-        future = self._ahead[layer]
-        self._ahead[layer] = None
+        future = None if self._spare[layer] else self._ahead[layer]
         if future is not None:
+            self._ahead[layer] = None
             with suppress(DeviceError):   # there may be memory now where there was none ahead of need
                 return future.result()
         while True:
+            if self._spare[layer]:
+                return self._spare[layer].pop()
             try:
                 return self._allocate(layer, index, pinned=not self.has_pageable)
             except DeviceError:
-                if self.reclaim():
+                if self._free_spare() or self.reclaim():
                     continue
                 if self._device.is_host or self.has_pageable:
                     raise

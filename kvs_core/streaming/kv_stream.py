@@ -195,7 +195,8 @@ class KvStream:
 
     def keep(self, positions: Sequence[int]) -> None:
         """From now on ``truncate`` can go to these positions, whatever windows pass, as far as it can now. To others
-        that windows have passed it can no longer, where the policy drops what they pass. Between steps."""
+        that windows have passed it can no longer, where the policy drops what they pass. Between steps, or where
+        ``reclaim_with`` asks."""
         self._kept = tuple(positions)
         self._drop_from_history()
 
@@ -212,7 +213,8 @@ class KvStream:
     def _passed_firsts(self) -> Sequence[int]:
         """Of each layer, the first page that is on the device, or that the next step needs, if that comes before."""
         firsts = self._config.first_pages(self.cache.committed // self.geometry.page_tokens)
-        return [min(pair) for pair in zip(self._state.first_pages or (0,) * self.layers, firsts, strict=True)]
+        on_device = self._state.first_pages or (0,) * self.layers
+        return firsts if on_device == firsts else tuple(map(min, on_device, firsts))
 
     def _truncate(self, tokens: int) -> None:
         assert self._step is None
@@ -272,6 +274,12 @@ class KvStream:
         self.cache.restore(left)
         self._apply(self._state, pool_slots, self._pages)
 
+    def forget_slid(self) -> None:
+        """The cache is empty: what the history still has of layers that slide is of another text. Before ``room_for``,
+        which leaves out pages: of those layers memory that is there counts as bytes that are."""
+        assert self.cache.committed == 0, self.cache.committed
+        self._history.cut(0)
+
     def room_for(self, layer: int, page: int) -> np.ndarray:
         """The history's memory for a page that ``restore`` is to find there, uint8 [page_bytes]."""
         self._history.ensure_page(layer, page)
@@ -299,6 +307,13 @@ class KvStream:
         if kept is None or not self.drops_passed:
             return held
         return held - self._history.passed_bytes(self._passed_firsts, kept)
+
+    def kept_bytes(self, positions: Sequence[int]) -> int:
+        """Bytes of the history that ``keep`` keeps for these positions, once windows have passed them."""
+        if not self.drops_passed:
+            return 0
+        groups = self._history.slides.groups_by_layer(positions)
+        return sum(GROUP_PAGES * len(held) * size for held, size in zip(groups, self._page_bytes, strict=True))
 
     @property
     def sliding_page_bytes(self) -> int:

@@ -177,10 +177,11 @@ def test_two_shapes_of_pages_and_who_reads_whose(kvs: Kvs, tiny_gemma4: Path) ->
     assert [layer["reads_layer"] for layer in plan["layers"]] == [None, None, None, 1, 2]
     assert [layer["kv_token_bytes"] for layer in plan["layers"]] == [sliding, sliding, full, 0, 0]
     # Of layers that slide what a step of 64 sees and the one before it saw, 11 pages, and a group ahead of need.
-    assert plan["history_bytes"] == plan["pages"] // 3 * 32 * full + 16 * 32 * 2 * sliding
+    assert plan["pages"] == 512 + 2 * 16
+    assert plan["history_bytes"] == 512 * 32 * full + 16 * 32 * 2 * sliding
     assert plan["history_checkpoint_bytes"] == 8 * 32 * 2 * sliding   # 80 tokens lie in 4 pages, of one group or two
     whole = info(kvs, tiny_gemma4, *SMALL, "-c", "16384", "--kv-stream-arena-mib", "2", "--swa-full")["plan"]
-    assert whole["history_bytes"] == plan["pages"] // 3 * 32 * kv["token_bytes"]
+    assert (whole["pages"], whole["history_bytes"]) == (3 * 512, 512 * 32 * kv["token_bytes"])
     assert whole["history_checkpoint_bytes"] == 0
     assert plan["phases"]["prefill"]["sliding_pool_slots"] == plan["phases"]["decode"]["sliding_pool_slots"] > 0
     streamed = plan["layers"][2]["streamed_pages"]
@@ -188,7 +189,7 @@ def test_two_shapes_of_pages_and_who_reads_whose(kvs: Kvs, tiny_gemma4: Path) ->
     assert plan["streamed_bytes_per_step"] == 2 * streamed * kv["page_bytes"]
     out = kvs("info", "-m", tiny_gemma4, *SMALL, "-c", "16384", "--kv-stream-arena-mib", "2").out
     for words in ("6,656 bytes, or 13,312 bytes where it sees a window\n", " of layers that see a window\n",
-                  " MiB for each checkpoint\n",
+                  "544 pages, 3.7 MiB of history in host memory, and up to 0.3 MiB for each checkpoint\n",
                   "last 80 tokens, reads the KV of layer 1\n", "full, reads the KV of layer 2\n"):
         assert words in out, out
 

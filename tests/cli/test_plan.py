@@ -273,6 +273,29 @@ def test_the_history_counts_as_host_memory(
     assert f"; and the history of a full context takes {history} MiB, {history - 2} MiB are left in host" in error
 
 
+def test_what_the_history_of_sliding_windows_counts(
+    kvs: Kvs, tiny_gemma3: Path, free: Callable[[int], None]
+) -> None:
+    """Windows alone, and beside them what kvs serve keeps for checkpoints, no more than the whole text. What is checked
+    is the first, and it says so; with --swa-full there is but one number."""
+    flags = ("-c", "16384", "--kv-stream-arena-mib", "3")
+    memory = plan(kvs, tiny_gemma3, *flags)["memory"]
+    whole = plan(kvs, tiny_gemma3, *flags, "--swa-full")["memory"]
+    group = 4 * 32 * 208   # 2 KV heads of 64 in q8_0 and q4_0, two such layers of four
+    assert (whole["history_bytes"], whole["served_history_bytes"]) == (512 * 32 * 4 * 208,) * 2
+    assert memory["history_bytes"] == whole["history_bytes"] - 2 * (128 - 4) * group
+    assert memory["served_history_bytes"] == memory["history_bytes"] + 32 * 2 * 2 * group
+    short = plan(kvs, tiny_gemma3, "-c", "4096", "--kv-stream-arena-mib", "3")["memory"]
+    assert short["history_bytes"] < short["served_history_bytes"] == 4096 * 4 * 208
+    served = -(-10 * memory["served_history_bytes"] // MIB) / 10
+    words = f"and no checkpoints; with those of kvs serve up to {served:,.1f} MiB\n"
+    assert words in kvs("plan", tiny_gemma3, *SMALL, *flags).out
+    assert "no checkpoints" not in kvs("plan", tiny_gemma3, *SMALL, *flags, "--swa-full").out
+    free(mib_ceil(memory["needed_bytes"] + memory["history_bytes"]) - 1)
+    error = kvs("plan", tiny_gemma3, *SMALL, *flags).error
+    assert f"the history of a full context without checkpoints takes {mib_ceil(memory['history_bytes'])} MiB, " in error
+
+
 def test_weights_that_spill_are_host_memory(
     kvs: Kvs, tiny_llama: Path, free: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

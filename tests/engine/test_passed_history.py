@@ -221,6 +221,7 @@ def test_a_prompt_goes_back_as_far_as_there_is_what_windows_saw(
         said = [record.message for record in caplog.records if "again" in record.message]
         assert said == [] if expected == common else said[0].startswith(
             f"a prompt has {common} tokens in common with a conversation, and reads those behind {kept} again: "
+            "sliding windows have passed them, and --swa-full was not given"
         )
 
 
@@ -237,6 +238,26 @@ def test_checkpoints_that_go_give_back_what_they_held(gemma3: Path) -> None:
         # Behind pages 5, 17 and 23 there were the others, each with the group that a window saw there.
         assert whole - least == 3 * 2 * 4 * built.page_bytes[0]
         assert session.parked_bytes == least == sum(part.size_bytes for part in session.park().parts)
+
+
+def test_what_the_history_keeps_for_checkpoints_is_bounded(gemma3: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of two layers that slide, a group of each for every checkpoint, and two for the one at 900, whose window spans
+    them. Room for three groups holds two checkpoints, no room for one ends them, and says how much it takes."""
+    with open_engine(gemma3, swa_full=False) as built:
+        group = 2 * 4 * built.page_bytes[0]
+        held = Checkpoints(8, 3 * group, built.kept_bytes)
+        session = Session(built, held, checkpoint_tokens=192)
+        session.prefill(LONG)
+        assert (list(held.positions), held.size_bytes) == ([384, 900], 3 * group)
+        check_memory(built, held.positions)
+        assert session.keep_common([*LONG[:500], 1]) == 384
+        session.rewind(0)
+        session = Session(built, Checkpoints(8, group - 1, built.kept_bytes), checkpoint_tokens=192)
+        session.prefill(LONG)
+        assert (len(session.checkpoints), session.keep_common([*LONG[:500], 1])) == (0, 0)
+        assert f"no checkpoints: one takes {group / (1 << 20):.0f} MiB" in caplog.text
+    with open_engine(gemma3, swa_full=True) as built:
+        assert built.kept_bytes([384, 900]) == 0
 
 
 def test_a_file_without_what_windows_have_passed(gemma3: Path, tmp_path: Path) -> None:
@@ -267,6 +288,33 @@ def test_a_file_without_what_windows_have_passed(gemma3: Path, tmp_path: Path) -
         load_session(session, tmp_path / "True", "key")
         session.shift(4, 400)
         assert len(session.tokens) == 500
+
+
+def test_a_file_over_a_conversation_that_is_whole_goes_back_to_nothing_of_it(
+    gemma3: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With --swa-full the history keeps what another conversation had where the file has nothing: nobody goes back to
+    that. What is read again has the bits of a fresh run, and the log says why it is."""
+    with open_engine(gemma3, swa_full=False) as built:
+        session = Session(built)
+        session.prefill(LONG)
+        save_session(session, tmp_path / "thin", "key")
+    prompt = [*LONG[:500], *text(200, 60, 8)]
+    with open_engine(gemma3, swa_full=True) as built:
+        session = Session(built)
+        wanted = session.prefill(prompt).tobytes()
+        session.rewind(0)
+        session.prefill(text(200, 900, 7))
+        load_session(session, tmp_path / "thin", "key")
+        session = away(session, "fork", tmp_path)
+        assert [len(list(built.pages_of(layer))) for layer in range(3)] == [5, 29, 5]
+        caplog.set_level(logging.INFO)
+        kept = session.keep_common(prompt)
+        assert (kept, session.prefill(prompt[kept:]).tobytes()) == (0, wanted)
+        assert [record.message for record in caplog.records if "again" in record.message] == [
+            "a prompt has 500 tokens in common with a conversation, and reads those behind 0 again: sliding windows "
+            "have passed them, and the file it came from was saved without --swa-full"
+        ]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,6 +19,7 @@ from kvs_core.engine.parked import ParkedSessions
 from kvs_core.engine.session import Session
 from kvs_core.errors import DeviceError
 from kvs_core.units import MIB
+from tests.engine.test_parked import Failing
 from tests.engine.tiny import engine, kv_settings
 from tests.server.running import Running, running
 from tests.server.scrapes import scrape
@@ -268,3 +270,26 @@ def test_a_prompt_that_parts_is_exact_whatever_had_to_go(qwen_path: Path, missin
         session = Session(built)
         session.prefill(prompt[:kept])
         assert session.prefill(prompt[kept:]).tobytes() == logits.tobytes()
+
+
+def test_where_memory_ends_checkpoints_of_the_one_in_hand_go(tmp_path: Path) -> None:
+    """What the history keeps for them is used again, first what waits to be; two stay. The text has the same bits, and
+    what is left of its checkpoints is true."""
+    gemma3 = write_tiny_gemma3(tmp_path / "gemma3.gguf", seed=2, window=40)
+    told = [7 + index * 31 % 190 for index in range(1500)]
+    outcome = []
+    for ends in (False, True):
+        device = Failing()
+        with engine(gemma3, kv=kv_settings(), context=2048, device=partial(lambda made: made, device)) as built:
+            session = Session(built, Checkpoints(64, 1 << 30, built.kept_bytes), checkpoint_tokens=64)
+            slot.Conversation(session, "", None, ParkedSessions(1 << 30))
+            session.prefill(told[:800])
+            if ends:
+                device.most_bytes = device.held_bytes
+            before = len(session.checkpoints)
+            logits = session.prefill(told[800:]).tobytes()
+            assert 2 <= len(session.checkpoints) < before if ends else len(session.checkpoints) > before
+            places = [held.position for held in session.checkpoints]
+            assert session.keep_common([*told[: places[0]], 1, 2]) == places[0]
+            outcome.append(logits)
+    assert outcome[0] == outcome[1]

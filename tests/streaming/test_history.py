@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from kvs_core.errors import DeviceError
 from kvs_core.paging.passed import Slides, first_page
 from kvs_core.paging.schedule import Run, plan_schedule
 from kvs_core.paging.slabs import slab, slab_of
+from kvs_core.streaming import history as module
 from kvs_core.streaming.history import HostHistory
 from tests.streaming.rig import LAYERS, ROTATED
 
@@ -171,6 +174,80 @@ def test_a_layer_that_slides_uses_its_slabs_again() -> None:
         made.cut(13)
         assert sorted(made._slabs[1]) == [3]
         assert made.size_bytes == 200 * SIZE + (1 + 2) * of_one   # two wait to be used again
+    finally:
+        device.close()
+        made.close()
+
+
+def test_where_memory_ends_what_waits_to_be_used_again_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer that slides has given back two groups: they make room for another layer's slab, and nobody is asked."""
+    device = HostDevice(1)
+    made = HostHistory(device, [SIZE] * 2, 64, Slides((1, None), 32))
+    allocate, most = device.allocate_pinned, (3 * 4 + 16 + 48 - 8) * SIZE
+
+    def limited(size_bytes: int) -> np.ndarray:
+        if made.size_bytes + size_bytes > most:
+            raise DeviceError(f"{size_bytes} bytes cannot be had")
+        return allocate(size_bytes)
+
+    asked: list[bool] = []
+    made.reclaim = lambda: bool(asked.append(True))
+    try:
+        made.ensure(8, [0, 0])
+        made.drop([8, 0], ())
+        monkeypatch.setattr(device, "allocate_pinned", limited)
+        made.ensure_page(1, 63)
+        assert (made.size_bytes, asked) == ((16 + 48) * SIZE, [])
+        made.ensure_page(0, 0)
+        with pytest.raises(DeviceError, match="no host memory for"):
+            made.ensure(40, [16, 0])
+        assert asked
+    finally:
+        device.close()
+        made.close()
+
+
+def test_a_step_that_changes_nothing_looks_at_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for the same again, ``ensure`` looks at no slab and ``drop`` at no position, which 62 layers and 32
+    checkpoints would feel in every step. What was held anew, given back or taken up is looked at; layers that see as
+    many pages share what their positions need."""
+    looked, wanted = Mock(wraps=slab_of), Mock(wraps=Slides.groups)
+    monkeypatch.setattr(module, "slab_of", looked)
+    monkeypatch.setattr(Slides, "groups", lambda *args: wanted(*args))
+
+    def seen(call: Callable[[], object]) -> tuple[int, int]:
+        looked.reset_mock()
+        wanted.reset_mock()
+        call()
+        return looked.call_count, wanted.call_count
+
+    device = HostDevice(1)
+    made = HostHistory(device, [SIZE] * 5, 200, Slides((1, None, 1, 3, 1), 32))
+    try:
+        firsts = [8, 0, 8, 4, 8]
+        made.ensure(10)
+        assert seen(lambda: made.drop(firsts, (70, 300))) == (0, 4)   # two positions of two kinds of layers
+        assert seen(lambda: made.drop(firsts, (70, 300))) == (0, 0)
+        assert [sorted(slabs) for slabs in made._slabs] == [[0, 2], [0], [0, 2], [0, 1, 2], [0, 2]]
+        made.ensure(10, firsts)
+        assert seen(lambda: made.ensure(10, firsts)) == (0, 0)
+        assert seen(lambda: made.drop(firsts, (300,))) == (0, 2)
+        assert seen(lambda: made.ensure(10, firsts))[0] > 0
+        made.ensure_page(0, 5)
+        assert seen(lambda: made.drop(firsts, (300,)))[1] == 2
+        assert sorted(made._slabs[0]) == [2]
+        made.cut(0)
+        made.ensure(10, firsts)
+        assert sorted(made._slabs[0]) == [2]
+        parked = made.hand_over(10, 320)
+        made.ensure(10, firsts)
+        assert sorted(made._slabs[0]) == [2]
+        made.drop(firsts, ())
+        made.adopt(replace(parked, slabs=tuple({0: np.zeros(64 * SIZE, np.uint8)} for _ in range(5))))
+        made.drop(firsts, ())
+        assert [sorted(slabs) for slabs in made._slabs] == [[], [0], [], [], []]
+        made.ensure(10, firsts)
+        assert sorted(made._slabs[0]) == [2]
     finally:
         device.close()
         made.close()
