@@ -29,10 +29,9 @@
 #define SWIGLU 1
 #define GEGLU 2
 
-// Stages filled while the kernel before still runs: more would flood the memory it needs. Products of several rows take
-// longer than their bytes, and what comes early there only delays others; those of Q4_K are the quickest.
-constexpr int MOST_AHEAD = 3;
-DEVICE int stages_ahead(int rows) { return TYPE == Q4_K || rows < 4 ? MOST_AHEAD : 2; }
+// Filled while the kernel before still runs: more would flood the memory it needs. By what is fastest on an H200; known
+// to the compiler, since a count that is not costs registers in the loop below.
+constexpr int STAGES_AHEAD = TYPE == Q4_K || (!WIDE && (TYPE == Q5_K || TYPE == Q6_K)) ? 3 : 2;
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
 matmul_decode(const u8* __restrict__ weight, int n_tiles, int n_blocks, int n_splits, int stages,
@@ -80,10 +79,9 @@ matmul_decode(const u8* __restrict__ weight, int n_tiles, int n_blocks, int n_sp
     ring_close();
   };
   pdl_trigger();   // so far and up to the wait only weights are touched: any run-ahead is safe
-  const int ahead = min(stages, stages_ahead(rows));
 #pragma unroll
-  for (int s = 0; s < MOST_AHEAD; s++)
-    if (s < ahead) enqueue_copy(s * RECORD, first_barrier + 8 * s);
+  for (int s = 0; s < STAGES_AHEAD; s++)
+    if (s < stages) enqueue_copy(s * RECORD, first_barrier + 8 * s);
   pdl_wait();
 
   // Activations to shared memory by plain loads: a bulk copy would queue behind the rings'.
@@ -142,7 +140,7 @@ matmul_decode(const u8* __restrict__ weight, int n_tiles, int n_blocks, int n_sp
 #endif
   __syncthreads();
 #pragma unroll 1
-  for (int s = ahead; s < stages; s++) enqueue_copy(s * RECORD, first_barrier + 8 * s);
+  for (int s = STAGES_AHEAD; s < stages; s++) enqueue_copy(s * RECORD, first_barrier + 8 * s);
 
   // This lane's operands: bytes and digit sums of column g, factors of columns 2 t, 2 t + 1. Columns without a row
   // repeat the last one; what comes of them is not stored.
