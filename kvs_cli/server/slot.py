@@ -55,6 +55,7 @@ class Conversation:
         self._model = model
         self._folder = folder
         self.parked = ParkedSessions(0) if parked is None else parked
+        self._copied: ParkedSession | None = None   # at this moment
         session.engine.reclaim_with(self._reclaim)
         self._note_parked()
 
@@ -90,7 +91,7 @@ class Conversation:
             here = held.reusable(prompt)   # less than before, if a checkpoint had to go
             session.tell_lost(held.tokens, prompt, here)
             if here:
-                session.fork(held, here)
+                self._fork(held, here)
         return session.keep_common(prompt)
 
     def _go_on_with(self, other: ParkedSession, prompt: Sequence[int]) -> None:
@@ -108,7 +109,7 @@ class Conversation:
             else:
                 self.session.rewind(0)
             if stays:
-                self.session.fork(other, tokens)
+                self._fork(other, tokens)
             else:
                 self.session.unpark(other)
                 LOGGER.info("a conversation of %d tokens is taken up again", len(other.tokens))
@@ -116,6 +117,14 @@ class Conversation:
             if not stays:
                 self.parked.add(other)
             raise
+
+    def _fork(self, held: ParkedSession, tokens: int) -> None:
+        """Begin as a conversation that is set aside, and stays so even where memory ends on the way."""
+        self._copied = held
+        try:
+            self.session.fork(held, tokens)
+        finally:
+            self._copied = None
 
     def _can_set_aside(self) -> bool:
         """Whether the conversation in hand is to be kept, and there is memory for it and for another."""
@@ -147,7 +156,7 @@ class Conversation:
     def _reclaim(self) -> bool:
         """Give back the memory of one, or else of a checkpoint of the one in hand; False if there is none. Checkpoints
         of recurrent state stay: theirs is not pinned, and as little may be left of what is."""
-        dropped = self.parked.drop_one() or (self.session.engine.drops_passed and self.session.thin())
+        dropped = self.parked.drop_one(but=self._copied) or (self.session.engine.drops_passed and self.session.thin())
         self._note_parked()
         return dropped
 

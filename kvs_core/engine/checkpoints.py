@@ -81,13 +81,15 @@ class Checkpoints:
         return sum(each.size_bytes for each in held) + self._kept_bytes([each.position for each in held])
 
     def add(self, checkpoint: Checkpoint) -> bool:
-        """Keep it, and tell whether it may be kept at all. One of its position, and those behind it, are of another
-        text and go."""
+        """Keep it, unless it alone takes more than all may; tell whether. One of its position, and those behind it, are
+        of another text and go."""
         self.forget_behind(checkpoint.position - 1)
+        if self._most < 1 or self.bytes_of([checkpoint]) > self._most_bytes:
+            return False
         self._held.append(checkpoint)
-        while self._held and (len(self._held) > self._most or self.size_bytes > self._most_bytes):
+        while len(self._held) > self._most or self.size_bytes > self._most_bytes:
             self._held.pop(self._least_missed())
-        return bool(self._held)
+        return True
 
     def thin(self) -> bool:
         """Drop the one that is missed least, but for the last two; False if there are no more."""

@@ -78,9 +78,10 @@ class ParkedSessions:
         self._held.remove(parked)
         self._held.append(parked)
 
-    def drop_one(self, for_tokens: int | None = None) -> bool:
-        """Forget the one that goes first; False if there is none. ``for_tokens``: for one that has so many."""
-        first = self._first_to_go(self._held, for_tokens)
+    def drop_one(self, for_tokens: int | None = None, *, but: ParkedSession | None = None) -> bool:
+        """Forget the one that goes first; False if there is none. ``for_tokens``: for one that has so many. ``but``:
+        one that stays, since somebody reads it, and its memory would too."""
+        first = self._first_to_go([held for held in self._held if held is not but], for_tokens)
         if first is None:
             return False
         self._held.remove(first)

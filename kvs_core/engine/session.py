@@ -59,6 +59,7 @@ class Session:
         self.engine = engine
         self.tokens: list[int] = []
         self._checkpoints = None if engine.can_rewind and not engine.drops_passed else checkpoints
+        self._has_refused = False   # a checkpoint that was too large, and said so
         self._checkpoint_tokens = checkpoint_tokens
 
     @property
@@ -94,7 +95,7 @@ class Session:
                     logits.append(step.logits())
                 step.settle()
             self.tokens.extend(part)
-            if done - rows < border < done:
+            if self._checkpoints is not None and done - rows < border < done:
                 self._add(Checkpoint(StateSnapshot(before + border, {}), None))
             self._checkpoint(done in (border, len(prompt)))
             if progress is not None:
@@ -151,11 +152,14 @@ class Session:
     def _add(self, made: Checkpoint) -> None:
         assert self._checkpoints is not None
         if not self._checkpoints.add(made):
-            LOGGER.warning(
-                "no checkpoints: one takes %.0f MiB, more than they may have; a prompt that differs is read anew",
-                self._checkpoints.bytes_of([made]) / MIB,
-            )
-            self._checkpoints = None
+            if not self._has_refused:
+                self._has_refused = True
+                LOGGER.warning(
+                    "a checkpoint is not kept: it takes %.0f MiB, more than all may; prompts that differ are read anew",
+                    self._checkpoints.bytes_of([made]) / MIB,
+                )
+            if made.size_bytes == self._checkpoints.bytes_of([made]):   # as any other would; not what windows saw
+                self._checkpoints = None
         self._keep_checkpoints()
 
     def _keep_checkpoints(self) -> None:

@@ -91,8 +91,8 @@ class HostHistory:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes held now."""
-        held = sum(part.nbytes for slabs in self._slabs for part in slabs.values())
+        """Bytes held now. Whatever thread asks."""
+        held = sum(part.nbytes for slabs in self._slabs for part in tuple(slabs.values()))
         return held + sum(part.nbytes for spare in self._spare for part in spare)
 
     def is_pinned(self, layer: int, run: Run) -> bool:

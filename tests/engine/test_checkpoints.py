@@ -99,7 +99,7 @@ def test_one_that_is_too_large_ends_them(tiny_qwen35: Path, caplog: pytest.LogCa
         session = Session(built, Checkpoints(8, 1000), checkpoint_tokens=64)
         session.prefill(PROMPT)
         assert len(session.checkpoints) == 0
-        assert [record.message[:15] for record in caplog.records] == ["no checkpoints:"]
+        assert [record.message[:28] for record in caplog.records] == ["a checkpoint is not kept: it"]
         assert session.keep_common(PROMPT[:100]) == 0
 
 

@@ -255,9 +255,28 @@ def test_what_the_history_keeps_for_checkpoints_is_bounded(gemma3: Path, caplog:
         session = Session(built, Checkpoints(8, group - 1, built.kept_bytes), checkpoint_tokens=192)
         session.prefill(LONG)
         assert (len(session.checkpoints), session.keep_common([*LONG[:500], 1])) == (0, 0)
-        assert f"no checkpoints: one takes {group / (1 << 20):.0f} MiB" in caplog.text
+        assert f"a checkpoint is not kept: it takes {group / (1 << 20):.0f} MiB, more than all may" in caplog.text
     with open_engine(gemma3, swa_full=True) as built:
         assert built.kept_bytes([384, 900]) == 0
+
+
+def test_a_checkpoint_that_is_too_large_is_no_loss_for_others(gemma3: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Room for one group of each layer: the one at 900 takes two. Later ones that fit are kept again; the border of a
+    prompt, within a ubatch, may be too large too."""
+    with open_engine(gemma3, swa_full=False) as built:
+        group = 2 * 4 * built.page_bytes[0]
+        session = Session(built, Checkpoints(8, group, built.kept_bytes), checkpoint_tokens=0)
+        session.prefill(LONG[:500])
+        session.prefill(LONG[500:900])
+        assert [held.position for held in session.checkpoints] == [500]
+        session.rewind(0)
+        session.prefill(LONG[:500])
+        assert session.keep_common([*LONG[:500], 1]) == 500
+        assert len(caplog.records) == 1
+        session = Session(built, Checkpoints(8, 1000, built.kept_bytes), checkpoint_tokens=192)
+        session.rewind(0)
+        session.prefill(LONG[:900], border=890)
+        assert (len(session.tokens), len(session.checkpoints)) == (900, 0)
 
 
 def test_a_file_without_what_windows_have_passed(gemma3: Path, tmp_path: Path) -> None:

@@ -212,9 +212,9 @@ def test_metrics_tell_at_once_what_had_to_go(llama_path: Path, monkeypatch: pyte
         gone = threading.Event()
         drop_one, allocate = ParkedSessions.drop_one, HostDevice.allocate_pinned
 
-        def give_up(sessions: ParkedSessions) -> bool:
+        def give_up(sessions: ParkedSessions, **options: Any) -> bool:
             gone.set()
-            return drop_one(sessions)
+            return drop_one(sessions, **options)
 
         def allocate_then(device: HostDevice, size_bytes: int) -> np.ndarray:
             return allocate(device, size_bytes) if gone.is_set() else fail()
@@ -293,3 +293,19 @@ def test_where_memory_ends_checkpoints_of_the_one_in_hand_go(tmp_path: Path) -> 
             assert session.keep_common([*told[: places[0]], 1, 2]) == places[0]
             outcome.append(logits)
     assert outcome[0] == outcome[1]
+
+
+def test_where_memory_ends_the_one_that_is_copied_stays(llama_path: Path) -> None:
+    """To let go of it would free nothing. The request fails, and nothing is lost."""
+    told = [7 + index * 31 % 190 for index in range(900)]
+    device = Failing()
+    with engine(llama_path, kv=kv_settings(), context=1024, device=partial(lambda made: made, device)) as built:
+        session = Session(built)
+        conversation = slot.Conversation(session, "", None, ParkedSessions(1 << 30))
+        session.prefill(told)
+        device.most_bytes = device.held_bytes
+        with pytest.raises(DeviceError):
+            conversation.begin([*told[:700], *range(50)], reuse=True)
+        assert len(conversation.parked) == 1
+        device.most_bytes = 1 << 40
+        assert conversation.begin([*told, 1], reuse=True) == 900
