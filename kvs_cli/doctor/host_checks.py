@@ -55,11 +55,11 @@ def settings_checks(facts: Facts) -> Iterator[Check]:
             continue
         if name == "CUDA_VISIBLE_DEVICES" and value.strip() in ("", "-1"):
             yield warning(name, f"{value!r} hides every GPU", f"unset {name} to use one")
-        elif name == unified.VARIABLE and facts.device in (None, "cpu"):
-            yield Check(name, f"{value!r}: no effect without a GPU that kvs can use")
         elif name == unified.VARIABLE and facts.host.is_wsl:
             yield warning(name, f"{value!r} has no effect in WSL",
                           f"unset {name}; weights beyond the GPU are streamed, see --gpu-layers")
+        elif name == unified.VARIABLE and facts.device in (None, "cpu"):
+            yield Check(name, f"{value!r}: no effect without a GPU that kvs can use")
         elif name == unified.VARIABLE:
             yield Check(name, f"{value!r}: weights that --gpu-layers keeps on the GPU may exceed its memory, slowly")
         else:
