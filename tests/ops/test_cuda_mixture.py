@@ -16,7 +16,7 @@ from kvs_core.device.host.ops.experts import add_mixture
 from kvs_core.device.host.workers import Team
 from kvs_core.device.operands import Activation, MixtureWeights
 from kvs_core.memory.phases import Phase
-from tests.ops.test_cuda_experts import DECODE, EPS, PREFILL, Bench, Quant, drawn, on_host, rows_of
+from tests.ops.test_cuda_experts import DECODE, EPS, PREFILL, Bench, Quant, drawn, launched_by, on_host, rows_of
 
 
 class MixtureBench(Bench):
@@ -129,15 +129,7 @@ def test_what_is_launched_was_made_ready(lab: Any, case: dict[str, Any], monkeyp
     """A model's kernels are those that its steps launch, no more but for the end of the other kind of mixture, which
     comes with them; and all are among the family's."""
     bench = MixtureBench(lab, count=3, used=2, n=64, ffn=32, dense=32, **case)
-    launched, launch = set(), lab.launcher.launch
-
-    def note(kernel: Any, *args: Any, **options: Any) -> None:
-        launched.add(kernel)
-        launch(kernel, *args, **options)
-
-    monkeypatch.setattr(lab.launcher, "launch", note)
-    for phase in Phase:
-        bench.run(rows_of(2, 64), phase)
+    launched = launched_by(lab, bench, monkeypatch)
     ready = [kernel for kernel in kernels_for(bench.store.stacks, Activation.GELU) if "experts" in kernel.source]
-    assert {kernel for kernel in launched if "experts" in kernel.source} == set(ready) - {family._COMBINE}
+    assert launched == set(ready) - {family._COMBINE}
     assert set(ready) <= set(instances(90))
