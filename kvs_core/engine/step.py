@@ -100,6 +100,7 @@ class Step:
             )
 
             def forward() -> None:
+                self._kv.fill_ring()
                 parts.model.forward(batch, self._kv, parts.state, parts.workspace)
 
             def record() -> None:
@@ -211,6 +212,7 @@ class Step:
                 for first, batch in batches
             ])
             parts.kept.rows = 0   # the table's first row is what stands before the step, then before the next
+            self._kv.fill_ring()
             with np.errstate(all="ignore"):
                 parts.model.forward_tiles(self._tiles, parts.device.use_tile)
         except BaseException:

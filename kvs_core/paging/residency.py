@@ -244,13 +244,16 @@ def _window_step(
 
 
 def _wanted_ring(config: ResidencyConfig, state: ResidencyState, bonus: int, seen: Observation) -> int:
-    """run + ceil(link rate x longest gap / page bytes), and what starvation added; or the fixed size."""
+    """Two runs, those that hold ceil(link rate x longest gap / page bytes), and what starvation added; or the fixed
+    size."""
     if config.ring_slots:
         return config.ring_slots
     if state.ring_slots and state.steps_since_change + 1 < _COOL_DOWN_STEPS:
         return state.ring_slots
     ahead = ceil(config.link_bytes_per_s * seen.gap_s / config.page_bytes)
-    computed = min(2 * config.copy_pages + ahead, max(1, seen.pool_slots // _RING_SHARE))
+    # In whole runs, for a run lies in one piece: less would bridge nothing.
+    wanted = 2 * config.copy_pages + align_up(ahead, config.copy_pages)
+    computed = min(wanted, max(1, seen.pool_slots // _RING_SHARE))
     # A measured gap moves a little from step to step; the ring follows it only beyond an eighth, upwards or downwards.
     base = state.ring_slots - state.ring_bonus
     if base > 0 and abs(computed - base) * 8 <= base:

@@ -17,8 +17,10 @@ from kvs_core.paging.geometry import GROUP_PAGES
 from kvs_core.paging.slabs import slab_of
 from kvs_core.units import align_up, ceil_div
 
-_BATCH_SHARE = 3
-_SMALL_BATCHES = 3   # at the beginning of a step
+_BATCH_SHARE = 5          # of the ring: a fifth for what several layers have together
+_LAYER_SHARE = 3, 4       # three quarters for one layer
+_SMALL_BATCHES = 3        # at the beginning of a step
+_MOST_EVEN_TURNS = 32     # around the ring in a step; where there are more, what each one leaves empty costs little
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,8 @@ class PrefetchSchedule:
     step.
 
     batch_ends  for each run, the number of the first run behind its batch. The runs of a batch lie in different slots
+    late_slots  those of the last batch, where a step ends soon behind it: what comes into them next is copied at the
+                beginning of the next step, beside kernels; at the end of this one everything would wait for it
     """
 
     runs: tuple[Run, ...]
@@ -59,9 +63,21 @@ class PrefetchSchedule:
     by_layer: tuple[tuple[Run, ...], ...] = field(repr=False)
     batch_ends: tuple[int, ...] = field(repr=False)
     streamed_pages: int = field(init=False, repr=False)   # asked for in every step, of hundreds of runs
+    late_slots: frozenset[int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "streamed_pages", sum(run.pages for run in self.runs))
+        object.__setattr__(self, "late_slots", self._find_late())
+
+    def _find_late(self) -> frozenset[int]:
+        if not self.runs or 2 * self.runs[-1].layer + 1 < len(self.by_layer):
+            return frozenset()   # behind the last batch there is time enough
+        last = {
+            slot for run, end in zip(self.runs, self.batch_ends, strict=True) if end == len(self.runs)
+            for slot in run.slots
+        }
+        # What the first attention waits for is always copied ahead.
+        return frozenset(last.difference(*(run.slots for run in self.runs[: self.batch_ends[0]])))
 
     def batches(self, layer: int) -> tuple[int, ...]:
         """For each run of a layer, a number that the runs of its batch share."""
@@ -82,63 +98,56 @@ def plan_schedule(
     assert length >= 1 or not any(streamed), "streamed pages need a ring"
     kept_end = {run.layer: run.end_page for run in kept}
     last_kept_layer = kept[-1].layer if kept else -1
-    pieces: list[tuple[int, int, int]] = []   # layer, first page, pages
+    left: list[range] = []   # of each layer
     for layer, pages in enumerate(streamed):
         page = kept_end.get(layer, pages.start)
         assert layer >= last_kept_layer or page == pages.stop, "kept runs must be the head of the schedule"
+        left.append(range(page, max(page, pages.stop)))
+    cursor = kept[-1].slots.stop if kept else 0
+    end, splits = _turn_end(sum(map(len, left)), cursor, ring_slots)
+    runs: list[Run] = list(kept)
+    for layer, pages in enumerate(left):
+        page = pages.start
         while page < pages.stop:
             count = _even_part(min(pages.stop, slab_of(page).end_page) - page, length)
-            pieces.append((layer, page, count))
-            page += count
-    cursor = kept[-1].slots.stop if kept else 0
-    end = _turn_end([count for *_, count in pieces], cursor, ring_slots)
-    runs: list[Run] = list(kept)
-    for layer, page, count in pieces:
-        if cursor + count > end:
-            cursor = 0
-        runs.append(Run(layer, page, count, cursor))
-        cursor += count
+            if cursor >= end or (cursor + count > end and not splits):
+                cursor = 0
+            count = min(count, end - cursor)
+            runs.append(Run(layer, page, count, cursor))
+            page, cursor = page + count, cursor + count
     by_layer = tuple(tuple(run for run in runs if run.layer == layer) for layer in range(len(streamed)))
     return PrefetchSchedule(tuple(runs), ring_slots, by_layer, _batch_ends(by_layer, ring_slots))
 
 
-def _turn_end(sizes: Sequence[int], cursor: int, ring_slots: int) -> int:
-    """Where turns around the ring end, so that they are as few as in the whole ring and about equal.
+def _turn_end(pages: int, cursor: int, ring_slots: int) -> tuple[int, bool]:
+    """Where turns around the ring end, and whether a run that would go beyond that ends there too.
 
-    The first runs of the next step follow the last turn. Were it short, they would have to wait for the newest runs,
-    while slots that were read long before lie idle, and the step would end with a ring that is far from full.
+    Turns are as few as can be and equal. The first runs of the next step follow the last turn: were it short, they
+    would have to wait for the newest runs, while slots that were read long before lie idle.
     """
-    def turns(end: int) -> int:
-        count, at = 1, cursor
-        for size in sizes:
-            if at + size > end:
-                count, at = count + 1, 0
-            at += size
-        return count
-
-    least, most = max(sizes, default=0), ring_slots
-    fewest = turns(most)
-    while least < most:
-        middle = (least + most) // 2
-        if turns(middle) == fewest:
-            most = middle
-        else:
-            least = middle + 1
-    return most
+    unit = GROUP_PAGES if ring_slots >= GROUP_PAGES else 1
+    most = ring_slots // unit * unit
+    for at in (cursor, 0) if pages else ():
+        turns = ceil_div(at + pages, most)
+        end = align_up(ceil_div(at + pages, turns), unit)
+        if turns <= _MOST_EVEN_TURNS and at <= end:
+            return end, True
+    return most, False
 
 
 def _batch_ends(by_layer: Sequence[Sequence[Run]], ring_slots: int) -> tuple[int, ...]:
     """Batches of whole layers where a layer is small beside the ring, else of a layer's runs.
 
-    Each wait of one stream for another costs microseconds, for which a GPU stands still. A batch takes a part of the
-    ring, so that the link fills the rest meanwhile; that its runs lie apart means that all of them can be there at
-    once when what came before it has been given back. A step begins and ends with a full ring: until its first batches
-    have been read the link has little to do, and behind its last one the kernels have little, so these are small.
+    Each wait of one stream for another costs microseconds, for which a GPU stands still, and each call that reads a few
+    pages leaves most of it idle. A batch takes a part of the ring, so that the link fills the rest meanwhile; that its
+    runs lie apart means that all of them can be there at once when what came before it has been given back. A step
+    begins with a full ring: until its first batches have been read the link has nothing to do, so these are small.
     """
     most = ring_slots // _BATCH_SHARE
+    share, whole = _LAYER_SHARE
     units: list[Sequence[Run]] = []
     for runs in by_layer:
-        small = 0 < sum(run.pages for run in runs) <= most and _lie_apart(runs)
+        small = 0 < whole * sum(run.pages for run in runs) <= share * ring_slots and _lie_apart(runs)
         units += [runs] if small else [[run] for run in runs]
     ends: list[int] = []
     batch: list[Run] = []

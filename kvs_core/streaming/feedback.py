@@ -35,7 +35,7 @@ class Feedback:
 
     def __init__(self, link_bytes_per_s: float, reads: int, other_bytes: int = 0) -> None:
         """
-        reads        attentions of a step
+        reads        attentions of a step that may have to wait for the link
         other_bytes  what each step moves to the device beside pages
         """
         self.phase = Phase.PREFILL

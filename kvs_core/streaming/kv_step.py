@@ -90,6 +90,10 @@ class KvStep:
         self.run(rows)
         self.tile_scratch, self._tile_groups = scratch, groups
 
+    def fill_ring(self) -> None:
+        """The step's work begins; part of it, where it is captured: the link takes up what was left for it."""
+        self._kv.streamer.pump()
+
     def layer(self, read: int) -> LayerKv:
         """The KV of one attention, for this step."""
         assert self._open, "the step is over"
@@ -139,7 +143,7 @@ class KvStep:
 
     def launched(self, moved: Counter[int]) -> None:
         """A captured step was launched that moves these bytes."""
-        self._kv.streamer.moved.update(moved)
+        self._kv.streamer.launched(moved)
 
     def after_capture(self, before: Counter[int]) -> Counter[int]:
         """The step has been captured instead of run, or its capture has failed. What was ``moved`` before it stands
@@ -155,7 +159,7 @@ class KvStep:
     def not_captured(self) -> None:
         """Behind ``after_capture``: it has failed somewhere, and the step will run as it comes. Copies begin anew."""
         self._kv.streamer.empty()
-        self._kv.streamer.pump()
+        self._kv.streamer.pump(between_steps=True)
 
     def observe(self, step_s: float | None) -> None:
         """The step, captured, took that long on the device; None: not known in time."""

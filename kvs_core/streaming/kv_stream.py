@@ -80,7 +80,8 @@ class KvStream:
         self._partition = Partition(self.reads, self._pools, self._residents, self.streamer, self.plans)
         self.watch: PrefillWatch | None = None               # only where attention itself is measured
         self._step: KvStep | None = None
-        self._feedback = Feedback(config.link_bytes_per_s, len(self.reads), other_bytes)
+        streaming = sum(not config.slides(layer) for layer in self.reads)
+        self._feedback = Feedback(config.link_bytes_per_s, max(1, streaming), other_bytes)
 
     # Layout: called at start and by a hand-over, between steps.
 
@@ -171,7 +172,7 @@ class KvStream:
                 self._feedback.in_vain = False
             self._apply(decision, pool_slots, pages)
             self._drop_from_history()
-            self.streamer.pump()
+            self.streamer.pump(between_steps=True)
         except BaseException:
             self.abandon()
             raise

@@ -1,6 +1,7 @@
 """Streamer: keeps the ring ahead of attention on the copy stream, across layers and on into the next step.
 
-A run's life: its slots are EMPTY; ``pump`` enqueues the copy (FILLING) behind the fences of the slots' last readers;
+A run's life: its slots are EMPTY; ``pump`` enqueues the copy (FILLING) behind the fences of the slots' last readers,
+between steps only into slots that are not late ones of the schedule;
 ``acquire`` makes the compute stream wait for it (READY, READING); ``release`` records consumed (EMPTY) and pumps again.
 Waiting and recording is done once for each batch: before its first run is read, and behind its last one.
 Runs are fetched and read in the order of the schedule, round and round.
@@ -63,6 +64,7 @@ class Streamer:
         self._acquired = 0        # of its runs, and how many of those have been given back
         self._released = 0
         self._idled = self._starved = False
+        self._behind_launch = False   # captured work was launched, of whose reads no fence tells
         self.moved: Counter[int] = Counter()
 
     @property
@@ -103,25 +105,33 @@ class Streamer:
         self._ring.resize(ring_slots)
         self._consumed = {slot: fence for slot, fence in self._consumed.items() if slot < ring_slots}
         # Slots that join the ring were read, or written, by the compute stream last.
-        self._device.copy.wait(self._device.compute.record())
+        self._wait_for_compute()
         self._schedule = plan_schedule(streamed, ring_slots=ring_slots, run_pages=run_pages, kept=runs[:kept])
+        # Every step begins alike, for captured ones know but one beginning.
+        late = self._schedule.late_slots
+        kept = next((number for number, run in enumerate(runs[:kept]) if not late.isdisjoint(run.slots)), kept)
+        self._drop_behind(kept)
         self._next_fetch = kept % max(1, len(self._schedule.runs))
-        self.pump()
+        self.pump(between_steps=True)
 
     def empty(self) -> None:
         """Drop all that was copied ahead; what the compute stream does next meets no copy into the ring under way."""
         self._next_fetch = self._batch_first = self._acquired = self._released = 0
         self._consumed.clear()
         self._drop_behind(0)
-        self._device.copy.wait(self._device.compute.record())
+        self._wait_for_compute()
 
-    def pump(self) -> None:
-        """Enqueue copies as far as the ring has room."""
+    def pump(self, *, between_steps: bool = False) -> None:
+        """Enqueue copies as far as the ring has room; between steps, as far as it is to be full when one begins."""
         runs = self._schedule.runs
         while runs and len(self._in_ring) < len(runs):
             run = runs[self._next_fetch]
             if not self._ring.all_empty(run.slots):
                 return
+            if between_steps and not self._schedule.late_slots.isdisjoint(run.slots):
+                return
+            if self._behind_launch:
+                self._wait_for_compute()
             self._wait_for_readers(run)
             layer = self._layer(run)
             source = self._history.run(layer, run)
@@ -139,6 +149,12 @@ class Streamer:
             self._in_ring[index] = _InRing(entry.run, PASSED)
         # Captured copies begin behind the compute stream, which is the last reader of every slot that is empty now.
         self._consumed.clear()
+        self._behind_launch = False
+
+    def launched(self, moved: Counter[int]) -> None:
+        """A captured step was launched that moves these bytes."""
+        self.moved.update(moved)
+        self._behind_launch = True
 
     def forget_fences(self) -> None:
         """After a capture: its fences mean nothing outside, and what is enqueued next comes behind its launch. Nor does
@@ -185,7 +201,12 @@ class Streamer:
             self._device.discard(self._pool_view(read.first_slot, read.pages))
         self._batch_first = (first + size) % len(self._schedule.runs)
         self._acquired = self._released = 0
-        self.pump()
+        self.pump(between_steps=self._batch_first == 0)
+
+    def _wait_for_compute(self) -> None:
+        """The copy stream waits for all that the compute stream has been given."""
+        self._device.copy.wait(self._device.compute.record())
+        self._behind_launch = False
 
     def _wait_for_readers(self, run: Run) -> None:
         """The copy stream waits for the last reader of the run's slots, unless it has waited for a later one: in a

@@ -22,7 +22,7 @@ from kvs_core.paging.residency import (
     most_sliding_pages,
     residency_step,
 )
-from kvs_core.units import ceil_div
+from kvs_core.units import align_up, ceil_div
 
 PAGE_MIB = 8
 PAGE_BYTES = PAGE_MIB << 20   # a run is then one group
@@ -287,9 +287,9 @@ SEEN = Observation(pages=400, writable_page=399, pool_slots=1000)
 
 @pytest.mark.parametrize("gap_s", [0.0, 0.01, 0.1, 0.2])
 def test_the_ring_is_what_the_link_can_fill_in_the_longest_gap(gap_s: float) -> None:
-    """Two runs, one read while the next arrives, and the pages that arrive while nothing is read."""
+    """Two runs, one read while the next arrives, and the pages that arrive while nothing is read, in whole runs."""
     state = settled(config(), replace(SEEN, gap_s=gap_s))
-    assert state.ring_slots == 2 * RUN + round(1000 * gap_s)
+    assert state.ring_slots == 2 * RUN + align_up(round(1000 * gap_s), RUN)
 
 
 def test_a_computed_ring_takes_a_quarter_of_the_pool_at_most() -> None:
@@ -359,7 +359,7 @@ def test_the_ring_follows_a_gap_that_really_changed_after_the_cool_down(gap_s: f
     state = repeat(used, start(), replace(SEEN, gap_s=0.1), 1)[-1]
     rings = [each.ring_slots for each in repeat(used, state, replace(SEEN, gap_s=gap_s), 2 * COOL_DOWN)]
     assert rings[: COOL_DOWN - 1] == [state.ring_slots] * (COOL_DOWN - 1)
-    assert rings[COOL_DOWN - 1 :] == [2 * RUN + round(1000 * gap_s)] * (COOL_DOWN + 1)
+    assert rings[COOL_DOWN - 1 :] == [2 * RUN + align_up(round(1000 * gap_s), RUN)] * (COOL_DOWN + 1)
 
 
 def test_a_pool_that_grows_is_used_at_once_and_one_that_shrinks_gives_way() -> None:

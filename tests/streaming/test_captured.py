@@ -180,6 +180,7 @@ class Simulation:
             inputs = StepInputs(np.array(tokens, np.int32), step.first_position, self._number, phase)
 
             def record() -> None:
+                step.fill_ring()
                 for layer in range(LAYERS):
                     step.layer(layer).attend(AttentionRows(layer, layer, np.empty(rows)), PARAMS)
 
@@ -246,7 +247,7 @@ MOVES = st.one_of(
 
 @settings(max_examples=examples(100))
 @given(
-    moves=st.lists(MOVES, min_size=3, max_size=12), pool=POOLS, ring=st.integers(0, 5), run=st.integers(0, 4),
+    moves=st.lists(MOVES, min_size=3, max_size=12), pool=POOLS, ring=st.integers(0, 12), run=st.integers(0, 4),
     start=st.integers(0, CONTEXT - 100), seed=st.integers(0, 2**20),
 )
 def test_every_launch_finds_the_pages_of_its_step(
@@ -287,7 +288,7 @@ def test_every_launch_finds_the_pages_of_its_step(
 
 @settings(max_examples=examples(60))
 @given(
-    rows=st.lists(st.integers(1, ROWS), min_size=4, max_size=30), pool=POOLS, ring=st.integers(0, 5),
+    rows=st.lists(st.integers(1, ROWS), min_size=4, max_size=30), pool=POOLS, ring=st.integers(0, 12),
     run=st.integers(0, 4), start=st.integers(15 * PAGE, CONTEXT - 100), pinned=st.integers(0, 2 * LAYERS),
     pieces=st.sampled_from([0, 2]), piece_bytes=st.sampled_from([5000, 20_000, 1 << 17]), seed=st.integers(0, 2**20),
 )
@@ -322,7 +323,7 @@ NO_MEMORY = [("", ""), ("capture", ""), ("launch", ""), ("", "write_kv"), ("", "
         st.tuples(st.sampled_from(NO_MEMORY), st.integers(0, LAYERS - 1), st.integers(1, ROWS), st.booleans()),
         min_size=3, max_size=20,
     ),
-    pool=POOLS, ring=st.integers(0, 5), run=st.integers(0, 4), start=st.integers(0, CONTEXT - 200),
+    pool=POOLS, ring=st.integers(0, 12), run=st.integers(0, 4), start=st.integers(0, CONTEXT - 200),
     pause=st.integers(0, 3), seed=st.integers(0, 2**20),
 )
 def test_a_step_without_memory_for_its_recording_runs_as_it_comes(

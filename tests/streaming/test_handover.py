@@ -209,8 +209,8 @@ def test_a_pool_too_small_for_what_is_there_is_refused_and_the_old_layout_works_
         one.step(Phase.DECODE, 8, seed=2)
 
 
-COPIES = 10
-"""Of the hand-over below: six pages move, two runs fill the ring, the tail page of each layer goes home."""
+COPIES = 9
+"""Of the hand-over below: six pages move, a run comes into the ring, the tail page of each layer goes home."""
 
 
 @pytest.mark.parametrize("number", range(COPIES + 1))

@@ -274,8 +274,8 @@ def test_one_interrupted_step_does_not_move_the_ring(monkeypatch: pytest.MonkeyP
             pause = 0.03 if number == 20 or number > 40 else 0.0
             one.step(Phase.DECODE, 1, seed=number)
             rings.append(one.kv.stats().ring_slots)
-    before, after = rings[0], rings[-1]
-    assert rings == [before] * 43 + [after] * 17
+    before, after = rings[20], rings[-1]
+    assert rings[10:] == [before] * 33 + [after] * 17
     assert after > 2 * before
 
 

@@ -203,7 +203,7 @@ def test_a_run_over_the_end_of_a_segment_keeps_its_slots_until_its_last_call(mon
     monkeypatch.setattr(slabs, "_FULL", 100)
     context = 140 * PAGE   # more groups than scratch rows: calls end with segments
     device = TracedDevice(PLAIN, 0)
-    rig = Rig(PLAIN, context, Pools(20, 20), device, ring_slots=7, run_pages=7)
+    rig = Rig(PLAIN, context, Pools(34, 34), device, ring_slots=20, run_pages=20)
     device.committed_tokens = lambda: rig.kv.cache.committed
     try:
         rig.prefill(context - 32)
@@ -237,6 +237,8 @@ def test_ring_slots_come_and_go_in_order(changes: list[tuple[int, int, int, int]
             device.touch(pool, range(len(streamer._ring), 24))
             streamer.replan([range(4 * first_groups), range(4 * second_groups)], ring_slots=ring, run_pages=run_pages)
             for _ in range(dice.randint(0, 3)):
+                if dice.random() < 0.5:
+                    streamer.pump()
                 runs = streamer.schedule.runs
                 until = dice.randint(0, len(runs)) if dice.random() < 0.5 else len(runs)
                 for run in runs[:until]:
@@ -247,7 +249,7 @@ def test_ring_slots_come_and_go_in_order(changes: list[tuple[int, int, int, int]
                     streamer.release(run)
                 if until < len(runs):
                     streamer.empty()
-                    streamer.pump()
+                    streamer.pump(between_steps=True)
             device.touch(pool, range(len(streamer._ring), 24))
     finally:
         device.close()

@@ -102,7 +102,7 @@ def test_attention_reads_the_right_bytes_from_every_slot(changes: list[tuple[lis
                 for each in one.streamer.schedule.runs[: dice.randint(1, 3)]:
                     one.read(each)
                 one.streamer.empty()
-                one.streamer.pump()
+                one.streamer.pump(between_steps=True)
     finally:
         one.close()
 
@@ -122,9 +122,28 @@ def test_a_ring_larger_than_the_step_copies_no_page_twice(bench: Made) -> None:
     """At most one step's runs lie in the ring."""
     one = bench(HostDebug())
     one.plan([4, 4], RING, 4)
-    assert one.device.counters().copy_bytes == 8 * ROTATED.page_bytes
-    one.step()
-    assert one.device.counters().copy_bytes == 16 * ROTATED.page_bytes
+    assert one.device.counters().copy_bytes == 4 * ROTATED.page_bytes   # the last run comes when the step begins
+    for steps in range(3):
+        one.streamer.pump()
+        assert one.device.counters().copy_bytes == 8 * (steps + 1) * ROTATED.page_bytes
+        one.step()
+        assert one.device.counters().copy_bytes == (8 * (steps + 1) + 4) * ROTATED.page_bytes
+
+
+def test_what_the_last_batch_leaves_is_filled_when_the_next_step_begins(bench: Made) -> None:
+    """Between steps copies stop before the first run that needs a late slot, though slots behind it are free."""
+    one = bench(HostDebug())
+    one.plan([16, 16], 20, 4)
+    late = one.streamer.schedule.late_slots
+    assert late
+    for _ in range(3):
+        ahead = one.streamer.in_ring
+        assert all(late.isdisjoint(run.slots) for run in ahead)
+        following = one.streamer.schedule.runs[len(ahead)]
+        assert not late.isdisjoint(following.slots)
+        one.streamer.pump()
+        assert one.streamer.in_ring[: len(ahead) + 1] == [*ahead, following]
+        one.step()
 
 
 def test_a_changed_schedule_keeps_its_head(bench: Made) -> None:
@@ -167,6 +186,8 @@ class SlowLink:
         self.one.before_close = lambda: self.turns.release(100)
         self.one.plan([4, 4], ring, 1)
         self.runs = iter(self.one.streamer.schedule.runs * 3)
+        self.left = len(self.one.streamer.schedule.runs)
+        self.one.streamer.pump()   # the step begins
 
     def _wait_for_turn(self) -> float:
         assert self.turns.acquire(timeout=20)
@@ -184,6 +205,10 @@ class SlowLink:
         if waits:
             threading.Timer(0.05, self.turns.release).start()
         self.one.read(next(self.runs))
+        self.left -= 1
+        if self.left == 0:
+            self.left = len(self.one.streamer.schedule.runs)
+            self.one.streamer.pump()   # the next step begins
 
 
 def test_a_link_that_idles_for_want_of_a_slot_and_is_then_waited_for_starves(bench: Made) -> None:
@@ -238,7 +263,7 @@ def test_a_ring_that_holds_the_whole_step_does_not_starve(bench: Made) -> None:
         link.fill()
         for _ in range(8):
             link.read()
-    link.turns.release()   # the second run of the batch
+    link.turns.release(3)   # the other runs of the batch
     link.read(waits=True)
     assert not link.one.streamer.take_starved()
 
