@@ -54,14 +54,14 @@ def whole_rate(arm: Arm) -> float:
 @pytest.mark.parametrize("ngram", NGRAMS)
 @pytest.mark.parametrize("name", ["source", "no repetition"])
 def test_ngrams_that_find_little_cost_little(name: str, ngram: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of five MTP blocks that guess differently: 1 % on average and 2 % for each, in the measured part; ngram-cache,
-    which drafts from one token that was seen before, 2 % on average."""
+    """Less than 1 % of the whole text's speed, whatever the MTP block guesses; ngram-cache, which drafts from one
+    token that was seen before, 2 % on average."""
     ratios = []
     for seed in range(5):
         alone, mixed = arms_on(name, MTP, (ngram, *MTP), seed=seed, monkeypatch=monkeypatch)
-        ratios.append(mixed.tokens_per_s / alone.tokens_per_s)
-    assert sum(ratios) / len(ratios) >= (0.98 if ngram == "ngram-cache" else 0.99), ratios
-    assert ngram == "ngram-cache" or min(ratios) >= 0.98, ratios
+        ratios.append(whole_rate(mixed) / whole_rate(alone))
+    assert sum(ratios) / len(ratios) >= 0.98, ratios
+    assert ngram == "ngram-cache" or min(ratios) >= 0.99, ratios
 
 
 @pytest.mark.parametrize(("ngram", "least"), [
