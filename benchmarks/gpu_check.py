@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 import numpy as np  # noqa: E402
 
 from benchmarks.gpu import runs  # noqa: E402
-from benchmarks.gpu.given_text import tokens_per_s  # noqa: E402
+from benchmarks.gpu.given_text import Arm, write_by_turns  # noqa: E402
 from benchmarks.gpu.rates import Rates, probe  # noqa: E402
 from kvs_core.demo import DEMO_MODEL  # noqa: E402
 from kvs_core.device.cuda.path import VARIABLE, asked_path  # noqa: E402
@@ -169,7 +169,10 @@ def prefill(rates: Rates, report: Report) -> None:
 
 
 def speculation(rates: Rates, report: Report) -> None:
-    """Rounds at 256 Ki in the small arena. Acceptance is synthetic: only what a round costs is measured."""
+    """Rounds at 256 Ki in the small arena. Acceptance is synthetic: only what a round costs is measured.
+
+    Two ways of drafting are compared on one text, by turns of a few rounds: tokens of all rounds, by what these take
+    (see ``Arm.tokens_per_s``)."""
     file, context = synthetic_model(f"{MODEL}:q4_k:mtp"), 262144
     vocab = Tokenizer.from_metadata(file.metadata, source="synthetic")
     rates_3 = (0.9, 0.81, 0.729)
@@ -205,13 +208,14 @@ def speculation(rates: Rates, report: Report) -> None:
                         detail={"ms": taken_ms}))
         five = ModelDraftSettings(n_max=5)
         for name, before, text in given_texts(engine.spec.n_vocab):
-            first, mixed, last = (   # alone on both sides: the context grows on the way
-                tokens_per_s(engine, vocab, SpeculativeSettings(types, draft=five), before, text)
-                for types in (("draft-mtp",), ("ngram-simple", "draft-mtp"), ("draft-mtp",))
-            )
-            alone = (first["tokens_per_s"] + last["tokens_per_s"]) / 2
-            report(Line(f"256 Ki: {name}: MTP of 5 and ngram-simple / MTP of 5", mixed["tokens_per_s"] / alone, 0.98,
-                        detail={"mtp": [first, last], "both": mixed, "kv": asdict(engine.report().stats)}))
+            alone, mixed = arms = [
+                Arm(engine, vocab, SpeculativeSettings(types, draft=five), before, text)
+                for types in (("draft-mtp",), ("ngram-simple", "draft-mtp"))
+            ]
+            write_by_turns(arms)
+            report(Line(f"256 Ki: {name}: MTP of 5 and ngram-simple / MTP of 5",
+                        mixed.tokens_per_s / alone.tokens_per_s, 0.98,
+                        detail={"mtp": alone.detail, "both": mixed.detail, "kv": asdict(engine.report().stats)}))
 
 
 def given_texts(n_vocab: int) -> Iterator[tuple[str, list[int], list[int]]]:
@@ -220,11 +224,11 @@ def given_texts(n_vocab: int) -> Iterator[tuple[str, list[int], list[int]]]:
     tokenizer = Tokenizer.from_metadata(GgufFile.open(DEMO_MODEL).metadata, source="demo model")
     files = sorted((ROOT / "kvs_core" / "paging").glob("*.py"))
     source = tokenizer.encode("".join(file.read_text() for file in files))
-    yield "source", source[:4000], source[4000:4480]
+    yield "source", source[:4000], source[4000:4640]
     dice = np.random.default_rng(0)
-    changed = [token if dice.random() > 0.01 else int(dice.integers(n_vocab)) for token in source[1000:1480]]
+    changed = [token if dice.random() > 0.01 else int(dice.integers(n_vocab)) for token in source[1000:1640]]
     yield "source copied with changes", source[:4000], changed
-    other = dice.permutation(n_vocab)[:4480].tolist()
+    other = dice.permutation(n_vocab)[:4640].tolist()
     yield "no repetition", other[:4000], other[4000:]
 
 

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from time import perf_counter
 
 from kvs_core.engine.engine import Engine
@@ -92,7 +92,7 @@ class Speculation:
         self._judge = make_judge(settings, eog_ids, seed=sampler.seed_used)
         self._synthetic = settings.is_synthetic
         self._adaptive = settings.adaptive and not settings.is_synthetic
-        self._returns = Returns([drafter.name for drafter in ngrams], MOST_DRAFTED)
+        self._returns = Returns([drafter.name for drafter in ngrams], MOST_DRAFTED, models=bool(self._models))
         self._payback = Payback({name: min(settings.draft.n_max, MOST_DRAFTED) for name in self._models})
         self._history: list[int] = []
         self._choice = Choice()
@@ -121,7 +121,7 @@ class Speculation:
         self._began = perf_counter()
         self._history.append(token)
         self._choice, self._draft_s = Choice(), 0.0
-        limits = self._returns.limits(limit) if self._adaptive else None
+        limits = self._limits(limit) if self._adaptive else None
         self._draft = self._mix.propose(self._history, limit, skip=self._models, limits=limits)
         return self._draft
 
@@ -157,6 +157,7 @@ class Speculation:
         self.rounds += 1
         self._history.extend(verdict.tokens[:-1])
         by_ngram = len(self._draft) > 0 and self._draft.source not in self._models
+        self._returns.written(verdict.tokens)
         self._returns.observe(
             self._draft.source if by_ngram else "", drafted=len(self._draft), tokens=len(verdict.tokens),
             seconds=perf_counter() - self._began,
@@ -166,6 +167,14 @@ class Speculation:
             draft_s=self._draft_s, step_s=step_s,
         )
         self._mix.accept(verdict)
+
+    def _limits(self, limit: int) -> Mapping[str, int]:
+        limits = self._returns.limits(limit)
+        for name in self._returns.unwatched:
+            start = perf_counter()
+            draft = self._mix.peek(name, self._history, min(limit, MOST_DRAFTED))
+            self._returns.watch(name, draft.tokens, perf_counter() - start)
+        return limits
 
     def _choose(self, limit: int) -> Choice:
         if self._adaptive:

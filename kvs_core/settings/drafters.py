@@ -110,7 +110,7 @@ class SpeculativeSettings:
     """Drafters of a run, and how acceptance is pretended. Raises SettingsError.
 
     types        distinct, any order; held in the order of ``DRAFTERS``. Empty: no speculation
-    adaptive     drafters that do not pay for themselves are paused
+    adaptive     drafters that do not pay for themselves are paused; n-grams before a model's are watched first
     synth_len    benchmark: tokens that come out of a verification on average; the text is wrong
     synth_rates  instead: probability that each drafted position is accepted, one per token of the widest draft
     """

@@ -112,8 +112,8 @@ class DraftStats:
 class DrafterMix:
     """All drafters of one sequence.
 
-    Legal moves: ``begin`` for each request; then per round ``propose`` and ``accept`` of what came of that draft. A
-    round that was given up by an error leaves out ``accept``.
+    Legal moves: ``begin`` for each request; then per round any ``peek``, ``propose``, and ``accept`` of what came
+    of that draft. A round that was given up by an error leaves out ``accept``.
     """
 
     def __init__(self, drafters: Collection[Drafter]) -> None:
@@ -165,6 +165,13 @@ class DrafterMix:
                 self._draft = draft
                 return draft
         return NO_DRAFT
+
+    def peek(self, name: str, history: Sequence[int], limit: int) -> Draft:
+        """What the drafter of that type would draft, as in ``propose``; it does not count, and nobody verifies it."""
+        if limit <= 0:
+            return NO_DRAFT
+        drafter = next(drafter for drafter in self._drafters if drafter.name == name)
+        return drafter.propose(self._text.follow(history), limit).head(limit)
 
     def shorten(self, tokens: int) -> Draft:
         """Only so many tokens of the last ``propose``'s draft will be verified."""

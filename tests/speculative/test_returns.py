@@ -226,7 +226,95 @@ def test_what_a_round_can_use_is_not_exceeded() -> None:
         assert world.play(1, limit)[0].allowed <= limit
 
 
+# Before a model's drafter.
+
+def watching(others: int = 5) -> Returns:
+    """Two rounds in which the model's own drafts gave so many tokens a second."""
+    returns = Returns(["ngram-simple"], USUAL, models=True)
+    for _ in range(2):
+        returns.observe("", drafted=4, tokens=others, seconds=1.0)
+    return returns
+
+
+def watch(returns: Returns, right: int, drafted: int = LONG, *, take: int = 5) -> None:
+    """One draft that is watched, its first tokens right, while rounds give ``take`` tokens each."""
+    assert returns.limits(LIMIT) == {"ngram-simple": 0}
+    assert list(returns.unwatched) == ["ngram-simple"]
+    returns.watch("ngram-simple", range(drafted), 0.0)
+    comes = [*range(right), *[-1] * LIMIT][: min(right + 1, USUAL, drafted)]
+    for at in range(0, len(comes), take):
+        assert at == 0 or not returns.unwatched
+        returns.written(comes[at : at + take])
+        returns.observe("", drafted=4, tokens=take, seconds=1.0)
+        returns.limits(LIMIT)
+
+
+def test_drafts_before_a_model_are_watched_first() -> None:
+    """Wrong ones are never verified; right ones are after two, and as both were right as a whole, at any length."""
+    returns = watching()
+    for _ in range(50):
+        watch(returns, 2)
+    returns = watching()
+    watch(returns, LONG)
+    watch(returns, LONG)
+    assert returns.limits(LIMIT) == {"ngram-simple": LIMIT}
+    assert not returns.unwatched
+
+
+def test_what_fails_is_watched_again() -> None:
+    """A drafter that was right while it was watched, and wrong when it was asked."""
+    returns = watching()
+    watch(returns, LONG)
+    watch(returns, LONG)
+    for _ in range(5):
+        if returns.limits(LIMIT)["ngram-simple"] == 0:
+            break
+        returns.observe("ngram-simple", drafted=USUAL, tokens=1, seconds=1.0)
+    watch(returns, 0)
+
+
+def test_a_draft_that_is_short_is_worth_its_tokens() -> None:
+    """Two tokens, always right, before a model whose rounds give five, and before one whose rounds give two."""
+    for others, asked in ((5, 0), (2, USUAL)):
+        returns = watching(others)
+        for _ in range(4):
+            watch(returns, LONG, 2, take=others)
+            if returns.limits(USUAL)["ngram-simple"]:
+                break
+        assert returns.limits(USUAL) == {"ngram-simple": asked}
+
+
+def test_a_model_that_is_rarely_right_is_worth_no_watching() -> None:
+    """Nor is none at all: a draft to no avail costs next to nothing there."""
+    returns = watching(1)
+    assert returns.limits(LIMIT) == {"ngram-simple": USUAL}
+    assert not returns.unwatched
+
+
+def test_looking_takes_one_percent_of_the_time() -> None:
+    """A drafter that needs 50 ms to say what it would draft, before rounds of a second: one round in five or less."""
+    returns = watching()
+    looks = 0
+    for _ in range(500):
+        assert returns.limits(LIMIT) == {"ngram-simple": 0}
+        for name in returns.unwatched:
+            returns.watch(name, (), 0.05)
+            looks += 1
+        returns.observe("", drafted=4, tokens=5, seconds=1.0)
+    assert 95 <= looks <= 102
+
+
 # The mix, told lengths.
+
+def test_a_peek_counts_for_nothing() -> None:
+    """Only what the drafter said last is its draft."""
+    made, _ = mix(ngram_simple=(1, 2, 3), draft_mtp=(7, 8))
+    assert made.peek("ngram-simple", [1, 2], 2) == Draft((1, 2), "ngram-simple")
+    assert made.peek("ngram-simple", [1, 2], 0) == NO_DRAFT
+    assert made.propose([1, 2], 9, limits={"ngram-simple": 0}) == Draft((7, 8), "draft-mtp")
+    made.accept(Verdict((7, 8, 9)))
+    assert (made.stats["ngram-simple"].draft_calls, made.stats["ngram-simple"].accept_calls) == (0, 0)
+
 
 def mix(**drafts: Sequence[int]) -> tuple[DrafterMix, Mapping[str, Scripted]]:
     """A mix of drafters with these drafts, begun."""
