@@ -20,8 +20,9 @@ DEVICE u32 key_of(float v) {
 }
 DEVICE float of_key(u32 key) { return __uint_as_float((key & 0x80000000u) ? key & 0x7fffffffu : ~key); }
 
-// A row's block; dynamic shared memory: 12 bytes per expert. The softmax over all experts, scaled to the sum 1 over those
-// chosen, is the softmax over those alone.
+// A row's block; dynamic shared memory: keys, ranks and odds, 4 bytes of each for every expert, counted in whole fours:
+// the compiler reads keys by four up to the last, and what it reads beyond that nobody may write meanwhile. The softmax
+// over all experts, scaled to the sum 1 over those chosen, is the softmax over those alone.
 extern "C" __global__ void __launch_bounds__(THREADS)
 choose_experts(const float* logits,               // [T][count]
                int count, int used,
@@ -33,8 +34,9 @@ choose_experts(const float* logits,               // [T][count]
                int* ids, float* shares,
                float* factors) {                  // [T] what scales x to rms 1
   extern __shared__ u32 keys[];
-  int* const ranks = (int*)(keys + count);
-  float* const odds = (float*)(ranks + count);    // by rank
+  const int fours = (count + 3) & ~3;
+  int* const ranks = (int*)(keys + fours);
+  float* const odds = (float*)(ranks + fours);    // by rank
   __shared__ float parts[WARPS];
   const int row = blockIdx.x, lane = threadIdx.x & 31;
   pdl_trigger();

@@ -1,16 +1,25 @@
 """Every kind of step on tiny models, for a checker of memory accesses and races:
 
     compute-sanitizer --tool memcheck python -m benchmarks.gpu.tiny_steps
-    compute-sanitizer --tool racecheck python -m benchmarks.gpu.tiny_steps
+    compute-sanitizer --tool racecheck python -m benchmarks.gpu.tiny_steps small
 
 Prefill and decode with streamed pages, experts beside a dense part, verify widths, dropped rows, a change of phase.
-Prints how many logits are finite.
+Prints how many logits are finite, and how long each model took. Models that are named are the only ones: qwen35, llama,
+gemma4, small. A checker of races makes steps many times slower, and a limit of time ends a process without a word of
+its checker; ended by SIGTERM, or by a fault, this one says where it was.
 """
 
 from __future__ import annotations
 
+import argparse
+import faulthandler
+import signal
 import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -56,19 +65,44 @@ def steps(file: GgufFile, type_k: str, type_v: str, page_tokens: int) -> None:
         engine.close()
 
 
-def main() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        qwen = write_tiny_qwen35(Path(folder) / "qwen.gguf", seed=1, head_dim=64, weight_type="q8_0")
-        llama = write_tiny_llama(Path(folder) / "llama.gguf", seed=1, head_dim=64, weight_type="q8_0")
-        gemma = write_tiny_gemma4(
-            Path(folder) / "gemma.gguf", seed=1, weight_type="q8_0", more=Gemma4(experts=ROUTED)
-        )
-        steps(GgufFile.open(qwen), "q8_0", "q4_0", 32)
-        steps(GgufFile.open(llama), "f16", "q5_1", 32)
-        steps(GgufFile.open(gemma), "f16", "f16", 32)
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model and how its history is kept.   write: the model, in a folder if it needs one"""
+
+    write: Callable[[Path], GgufFile]
+    type_k: str
+    type_v: str
+    page_tokens: int
+
+
+def _written(write: Callable[..., Path], **options: Any) -> Callable[[Path], GgufFile]:
+    return lambda folder: GgufFile.open(write(folder / "tiny.gguf", seed=1, weight_type="q8_0", **options))
+
+
+CASES = {
+    "qwen35": Case(_written(write_tiny_qwen35, head_dim=64), "q8_0", "q4_0", 32),
+    "llama": Case(_written(write_tiny_llama, head_dim=64), "f16", "q5_1", 32),
+    "gemma4": Case(_written(write_tiny_gemma4, more=Gemma4(experts=ROUTED)), "f16", "f16", 32),
     # Heads of 256 and pages of 256: the kernels of the large models.
-    steps(synthetic_model("small:iq4_xs"), "q8_0", "q4_0", 256)
+    "small": Case(lambda folder: synthetic_model("small:iq4_xs"), "q8_0", "q4_0", 256),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"{', '.join(CASES)}; none: all")
+    names = parser.parse_args(arguments).models or list(CASES)
+    if unknown := [name for name in names if name not in CASES]:
+        parser.error(f"no model {', '.join(unknown)}: choose from {', '.join(CASES)}")
+    for name in names:
+        case, begun = CASES[name], time.monotonic()
+        print(f"{name} ...", flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            steps(case.write(Path(folder)), case.type_k, case.type_v, case.page_tokens)
+        print(f"{name}: {time.monotonic() - begun:.0f} s", flush=True)
 
 
 if __name__ == "__main__":
+    faulthandler.enable()
+    faulthandler.register(signal.SIGTERM, chain=True)
     main()

@@ -39,8 +39,10 @@ class BuildError(Exception):
     """g++ refused a source; the message is what it said."""
 
 
+@cache
 def kernel_library(source: Path, defines: Defines, arch: int, portable: bool = False) -> Path:
-    """The library of one source with these defines, as if for the GPU ``arch`` (compute capability times ten)."""
+    """The library of one source with these defines, as if for the GPU ``arch`` (compute capability times ten). Sources
+    stay as they are while a process lasts: only the first call reads them."""
     text = _prepared(_preprocess(source, defines, arch))
     runtime = runtime_library(portable)
     return _built(

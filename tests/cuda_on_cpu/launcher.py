@@ -101,6 +101,11 @@ class CpuLauncher:
         if past:
             past.launched(Trigger(trigger.value), ahead, before)
 
+    def left_shared(self, kernel: Kernel, n_bytes: int) -> bytes:
+        """The first bytes of dynamic shared memory as the last block that this thread ran has left them: 0xFF where
+        it wrote nothing."""
+        return ctypes.string_at(self._load(kernel).shared_memory(), n_bytes)
+
     def plain_next(self) -> None:
         """Launches never overlap here."""
 

@@ -97,7 +97,7 @@ void release(Barrier& at) {
 bool complete(u32 warp, u32 mask, Compute* compute) {
   Fiber* const lanes = fibers + 32 * warp;
   void* brought[32] = {};
-  for (u32 l = 0; l < 32; l++) {
+  for (u32 l = 32; l--;) {   // downwards: lanes come upwards as a rule, so that one that is missing is met at once
     const Fiber& lane = lanes[l];
     if (!(mask >> l & 1) || 32 * warp + l >= n_threads || lane.state == RETURNED) continue;
     if (lane.state != MEETING || lane.mask != mask || lane.compute != compute) return false;
@@ -183,12 +183,14 @@ bool run_block(bool backwards, u32 shared_bytes) {
   here = nullptr;
   if (n_live) return describe_deadlock(), false;
   if (bulk.n) return snprintf(message, sizeof message, "%u bulk copies that nobody waited for", bulk.n), false;
-  for (const char* p = dynamic_begin + shared_bytes; p < dynamic_end; p++)
-    if (*p != '\xa5') {
-      snprintf(message, sizeof message, "wrote byte %u of dynamic shared memory, which has %u",
-               (u32)(p - dynamic_begin), shared_bytes);
-      return false;
-    }
+  // What lies beyond: compared with itself a byte further on, many times faster than byte by byte after every block.
+  const char* p = dynamic_begin + shared_bytes;
+  if (p < dynamic_end && (*p != '\xa5' || memcmp(p, p + 1, dynamic_end - p - 1))) {
+    while (*p == '\xa5') p++;
+    snprintf(message, sizeof message, "wrote byte %u of dynamic shared memory, which has %u",
+             (u32)(p - dynamic_begin), shared_bytes);
+    return false;
+  }
   return true;
 }
 

@@ -211,6 +211,24 @@ def test_a_row_s_bits_do_not_depend_on_the_others(lab: Any, types: tuple[Quant, 
         assert bench.run(x[part], DECODE).tobytes() == whole[part].tobytes()
 
 
+def chosen_from(
+    lab: Any, logits: np.ndarray, used: int, logit_scale: float = 1.0, gains: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """What ``choose_experts`` leaves of logits [T, experts]: ids [T, used] and shares [T, used + 1]."""
+    rows, count = logits.shape
+    ids, shares = lab.empty((rows, used), np.int32), lab.empty((rows, used + 1), np.float32)
+    lab.launcher.launch(
+        family._CHOOSE, (rows, 1, 1), 256,
+        (
+            lab.array(logits), count, used, logit_scale, 0 if gains is None else lab.array(gains),
+            lab.array(np.zeros((rows, 4), np.float32)), lab.array(np.ones((rows, 1), np.float32)), EPS, 4, 0, ids,
+            shares, lab.empty(rows, np.float32),
+        ),
+        shared_bytes=family._choice_bytes(count),
+    )
+    return lab.host(ids), lab.host(shares)
+
+
 @pytest.mark.parametrize(("used", "logit_scale", "gains"), [(1, 1.0, False), (3, 0.25, True), (7, 1.0, False)])
 def test_the_choice_is_the_host_s(lab: Any, used: int, logit_scale: float, gains: bool) -> None:
     """Of equal logits the lower number, negative and infinite ones in order, a NaN last; by number, shares sum to 1,
@@ -221,25 +239,29 @@ def test_the_choice_is_the_host_s(lab: Any, used: int, logit_scale: float, gains
     logits[3, :2] = np.nan
     logits[4, 3] = -np.inf
     factors = np.float32([2, 0.5, -1, 3, 0.25, 1, 0])
-    ids, shares = lab.empty(6 * used, np.int32), lab.empty((6, used + 1), np.float32)
-    lab.launcher.launch(
-        family._CHOOSE, (6, 1, 1), 256,
-        (
-            lab.array(logits), 7, used, logit_scale, lab.array(factors) if gains else 0,
-            lab.array(np.zeros((6, 4), np.float32)), lab.array(np.ones((6, 1), np.float32)), EPS, 4, 0, ids, shares,
-            lab.empty(6, np.float32),
-        ),
-        shared_bytes=12 * 7,
-    )
+    ids, shares = chosen_from(lab, logits, used, logit_scale, factors if gains else None)
     chosen, weights = choose(np.where(np.isnan(logits), -np.inf, logits) * np.float32(logit_scale), used)
     if gains:
         weights *= factors[chosen]
     order = np.argsort(chosen, axis=1)
     rows = [0, 1, 2, 4, 5] if used == 7 else list(range(6))   # a NaN that is chosen leaves no sum
-    assert lab.host(ids).reshape(6, used).tolist() == np.take_along_axis(chosen, order, 1).tolist()
+    assert ids.tolist() == np.take_along_axis(chosen, order, 1).tolist()
     np.testing.assert_allclose(
-        lab.host(shares)[rows, :used], np.take_along_axis(weights, order, 1)[rows], rtol=2e-6, atol=1e-30
+        shares[rows, :used], np.take_along_axis(weights, order, 1)[rows], rtol=2e-6, atol=1e-30
     )
+
+
+@pytest.mark.parametrize("count", [1, 3, 6, 8, 257])
+def test_nobody_writes_where_keys_are_read_by_four(lab: Any, count: int) -> None:
+    """Between the last key and the next multiple of 16 bytes; ranks are behind it."""
+    if lab.on_gpu:
+        pytest.skip("shared memory is gone after a launch")
+    chosen_from(lab, np.arange(count, dtype=np.float32)[None], 1)
+    words = np.frombuffer(lab.launcher.left_shared(family._CHOOSE, family._choice_bytes(count)), np.uint32)
+    fours = -(-count // 4) * 4
+    assert (np.diff(words[:count].astype(np.int64)) > 0).all()   # keys, in the order of logits
+    assert (words[count:fours] == 0xFFFFFFFF).all()
+    assert words[fours : fours + count].tolist() == list(range(count))[::-1]   # ranks
 
 
 @pytest.mark.parametrize(("count", "slots"), [(1, 40), (9, 3), (5, 333), (70, 64)])

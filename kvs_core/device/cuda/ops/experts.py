@@ -52,7 +52,6 @@ _DECODE_ROWS = 8
 _GROUP = 8          # slots of a group
 _WARPS = 8          # of experts_records.cu: tiles of a block times warps that share one
 _WAVES = 16         # blocks per multiprocessor that a prefill's products have about
-_EXPERT_BYTES = 12  # of shared memory per expert in choose_experts
 _MIX_THREADS = 512
 
 _CHOOSE = Kernel("experts.cu", "choose_experts", (PTR, I32, I32, F32, PTR, PTR, PTR, F32, I32, PTR, PTR, PTR, PTR))
@@ -184,7 +183,7 @@ class Experts:
                 0 if weights.shared_gate is None else weights.shared_gate, ids, self._buffer("shares"),
                 self._buffer("factors"),
             ),
-            shared_bytes=_EXPERT_BYTES * count, overlap=True,
+            shared_bytes=_choice_bytes(count), overlap=True,
         )
         if wide:
             launcher.launch(
@@ -296,6 +295,11 @@ class Experts:
 def _groups(slots: int, count: int) -> int:
     """Groups that slots can make, see ``group_slots``."""
     return slots // _GROUP + count
+
+
+def _choice_bytes(count: int) -> int:
+    """Shared memory of ``choose_experts``: three numbers for each expert, of experts in whole fours."""
+    return 12 * ceil_div(count, 4) * 4
 
 
 def _slices(n_blocks: int) -> int:
