@@ -11,6 +11,7 @@
 // sums are added in order: neither the grid nor the slots of a group are part of a slot's result. Weights and rows come
 // straight from memory and L2: there are many warps, each with little to do. Launched plainly.
 #include "common/gelu.cuh"
+#define SINGLE 0
 #include "common/record_dot.cuh"
 
 #define PLAIN 0

@@ -2,7 +2,7 @@
 // Weights are records of 16 rows x 256 columns (common/records.cuh), streamed once from memory at its full rate; rows
 // are 16-bit fixed point (common/quant256.cuh), staged once per block in shared memory.
 //   -DTYPE    weight type, see records.cuh
-//   -DWIDE=0  up to 4 rows | 1  up to 8: see record_dot.cuh
+//   -DWIDE=0  up to 4 rows | 1  up to 8 | with WIDE=0, -DSINGLE=1  one row: see record_dot.cuh
 //   -DWARPS   per block
 //   -DINPUT=RECORDS     x is activation records; with ``sums`` the result is scaled by the rows' RMS norm factor
 //           ROWS        x is f32 rows, quantised while they are staged: saves a kernel, pays for up to 3 rows
@@ -11,11 +11,11 @@
 //           SWIGLU   tile rows 0-7 are gate rows, 8-15 the matching up rows: y[row][c] = silu(gate c) * up c
 //           GEGLU    the same with gelu(gate c)
 //
-// A block is one of n_splits ranges of columns x a range of row tiles. Its (tile, 256 columns) items are dealt to the
-// warps as equal contiguous runs; each warp streams its run through a ring of its own. Tiles that a run
-// does not have whole are summed in the order of the warps. Where kernels overlap, a multiprocessor has room for one
-// block (by its shared memory): two would spread unevenly, and the later kernel would slow the earlier. A row's result
-// depends neither on the number of rows nor on the depth of the rings.
+// A block is a range of columns (grid x) x a range of row tiles (grid y). Its (tile, 256 columns) items are dealt to
+// the warps as equal contiguous runs; each warp streams its run through a ring of its own. Tiles that a run does not
+// have whole are summed in the order of the warps. Where kernels overlap, a multiprocessor has room for one block (by
+// its shared memory): two would spread unevenly, and the later kernel would slow the earlier. A row's result depends
+// neither on the number of rows nor on the depth of the rings.
 //
 // Shared memory: rings [WARPS][stages][RECORD], in the end the parts of cut tiles | barriers | activation records of
 // the block's columns [blocks][plane][rows] | 8 row factors | value table
@@ -34,9 +34,9 @@
 constexpr int STAGES_AHEAD = TYPE == Q4_K || (!WIDE && (TYPE == Q5_K || TYPE == Q6_K)) ? 3 : 2;
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
-matmul_decode(const u8* __restrict__ weight, int n_tiles, int n_blocks, int n_splits, int stages,
+matmul_decode(const u8* __restrict__ weight, int n_tiles, int n_blocks, int stages,
               const u8* x,             // RECORDS: [n_blocks][2][x_stride][320]; else f32 [rows], x_stride numbers apart
-              int x_stride, int rows, int n_in,
+              int x_stride, int n_rows, int n_in,
               const float* sums,       // RECORDS: sums of squares [rows][n_blocks] of a row before its norm, or null
               float eps,
               const float* z, int z_stride, const float* __restrict__ norm,   // GATED_NORM: gate rows; weights [128]
@@ -46,33 +46,34 @@ matmul_decode(const u8* __restrict__ weight, int n_tiles, int n_blocks, int n_sp
   extern __shared__ __align__(128) u8 shared[];
   const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);   // seen to be uniform: loop control stays off vector units
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const int blocks_per_split = gridDim.x / n_splits, split = blockIdx.x % n_splits, part = blockIdx.x / n_splits;
-  const int first_block = n_blocks * split / n_splits, per_tile = n_blocks * (split + 1) / n_splits - first_block;
-  const int first_tile = (int)((long long)n_tiles * part / blocks_per_split);
-  const int items = ((int)((long long)n_tiles * (part + 1) / blocks_per_split) - first_tile) * per_tile;
+  // Unsigned and of 32 bits, which n_tiles x grid y keeps to: nothing is copied before these quotients are there.
+  const u32 split = blockIdx.x, part = blockIdx.y;
+  const int first_block = n_blocks * split / gridDim.x, per_tile = n_blocks * (split + 1) / gridDim.x - first_block;
+  const int first_tile = n_tiles * part / gridDim.y;
+  const int items = (n_tiles * (part + 1) / gridDim.y - first_tile) * per_tile;
   const int begin = items * warp / WARPS, end = items * (warp + 1) / WARPS;
 
+  const int rows = SINGLE ? 1 : n_rows;   // known to the compiler
   const int plane_stride = rows * ACT_BYTES, ring_bytes = stages * RECORD;
-  u8* ring = shared + warp * ring_bytes;
   u64* barriers = (u64*)(shared + ((WARPS * ring_bytes + 127) & ~127));
   u8* acts = (u8*)barriers + ((WARPS * stages * 8 + 127) & ~127);
   float* factors = (float*)(acts + per_tile * 2 * plane_stride);
-  const u32 first_barrier = smem_u32(barriers + warp * stages), ring_at = smem_u32(ring);
-  if (lane == 0) {
-#pragma unroll 1
-    for (int s = 0; s < stages; s++) ring_init(first_barrier + 8 * s);
+  const u32 first_barrier = smem_u32(barriers + warp * stages), ring = smem_u32(shared) + warp * ring_bytes;
+  if (lane < stages) {
+    ring_init(first_barrier + 8 * lane);
     ring_fence_init();
   }
   __syncwarp();
 
   // The copies' cursor: where the next record lies, how many are left, its place in the tile.
   const u64 policy = policy_evict_first();
-  int column = begin % per_tile, left = end - begin, copied_column = column;
-  const u8* source = weight + ((size_t)(first_tile + begin / per_tile) * n_blocks + first_block + column) * RECORD;
+  int tile = first_tile + (u32)begin / (u32)per_tile;
+  int column = begin - (tile - first_tile) * per_tile, left = end - begin, copied_column = column;
+  const u8* source = weight + ((size_t)tile * n_blocks + first_block + column) * RECORD;
   const size_t hop = (size_t)(n_blocks - per_tile) * RECORD;
   const auto enqueue_copy = [&](u32 at, u32 barrier) {
     if (left > 0) {
-      ring_copy<RECORD>(ring_at + at, source, barrier, policy);
+      ring_copy<RECORD>(at, source, barrier, policy);
       source += RECORD, left--, copied_column++;
       if (copied_column == per_tile) copied_column = 0, source += hop;
     }
@@ -81,7 +82,7 @@ matmul_decode(const u8* __restrict__ weight, int n_tiles, int n_blocks, int n_sp
   pdl_trigger();   // so far and up to the wait only weights are touched: any run-ahead is safe
 #pragma unroll
   for (int s = 0; s < STAGES_AHEAD; s++)
-    if (s < stages) enqueue_copy(s * RECORD, first_barrier + 8 * s);
+    if (s < stages) enqueue_copy(ring + s * RECORD, first_barrier + 8 * s);
   pdl_wait();
 
   // Activations to shared memory by plain loads: a bulk copy would queue behind the rings'.
@@ -138,9 +139,10 @@ matmul_decode(const u8* __restrict__ weight, int n_tiles, int n_blocks, int n_sp
 #if HAS_VALUE_TABLE
   if (threadIdx.x < 5) ((u32*)(factors + 8))[threadIdx.x] = value_table(threadIdx.x);
 #endif
-  __syncthreads();
+  // The rest of the ring: behind the loads above, which it would hold up; other warps need not be waited for.
 #pragma unroll 1
-  for (int s = STAGES_AHEAD; s < stages; s++) enqueue_copy(s * RECORD, first_barrier + 8 * s);
+  for (int s = STAGES_AHEAD; s < stages; s++) enqueue_copy(ring + s * RECORD, first_barrier + 8 * s);
+  __syncthreads();
 
   // This lane's operands: bytes and digit sums of column g, factors of columns 2 t, 2 t + 1. Columns without a row
   // repeat the last one; what comes of them is not stored.
@@ -149,10 +151,12 @@ matmul_decode(const u8* __restrict__ weight, int n_tiles, int n_blocks, int n_sp
     return row * ACT_BYTES + (WIDE ? 0 : (c >> 2) * plane_stride);
   };
   const int c0 = 2 * t, c1 = c0 + 1;
-  const u8* bytes = acts + column * 2 * plane_stride + place(g) + t * 16;
-  const u8* digits = acts + column * 2 * plane_stride + place(g) + ACT_SUMS + t * 8;
-  const u8* steps = acts + column * 2 * plane_stride + ACT_FACTOR + (WIDE ? plane_stride : 0);   // WIDE: of low bytes
-  const int step0 = place(c0), step1 = place(c1);
+  const u32 first = (u32)(acts - shared) + column * 2 * plane_stride;
+  const u32 first_step = first + ACT_FACTOR + (WIDE ? plane_stride : 0);   // WIDE: of low bytes
+  u32 at_bytes = first + place(g) + t * 16, at_step0 = first_step + place(c0), at_step1 = first_step + place(c1);
+  opaque(at_bytes), opaque(at_step0), opaque(at_step1);   // else worked out again for each record
+  const u8 *bytes = shared + at_bytes, *step0 = shared + at_step0, *step1 = shared + at_step1;
+  const u8* digits = shared + first + place(g) + ACT_SUMS + t * 8;
   const float factor0 = factors[min(WIDE ? c0 : c0 & 3, rows - 1)];
   const float factor1 = factors[min(WIDE ? c1 : c1 & 3, rows - 1)];
   u32 pair = (t & 1) ? 0x4342 : 0x4140;
@@ -163,7 +167,17 @@ matmul_decode(const u8* __restrict__ weight, int n_tiles, int n_blocks, int n_sp
   table = {{words.x, words.y}, {words.z, words.w}, lds32(smem_u32(factors + 12))};
 #endif
 
-  const auto store = [&](const float (&o)[4], int tile) {
+  const auto store = [&](const float (&o)[CELLS], int tile) {
+#if SINGLE
+    // Lane t = 0 has row g of the tile and t = 1 row g + 8.
+#if OUTPUT == PLAIN
+    const int row = tile * tile_step + g + (t & 1) * half_step;
+    if (t < 2 && row < n_out) y[split * split_stride + row] = o[0] + (bias && split == 0 ? bias[row] : 0.f);
+#else
+    const float up = __shfl_xor_sync(~0u, o[0], 1);
+    if (t == 0) y[tile * tile_step + g] = up * (OUTPUT == GEGLU ? gelu(o[0]) : o[0] / (1.f + __expf(-o[0])));
+#endif
+#else
     if (!WIDE && t >= 2) return;   // low bytes' columns: already added to the others
 #if OUTPUT == GEGLU
     const int c = tile * tile_step + g;
@@ -187,12 +201,13 @@ matmul_decode(const u8* __restrict__ weight, int n_tiles, int n_blocks, int n_sp
       if (c1 < rows) out[(size_t)c1 * y_stride + low] = o[3] + b;
     }
 #endif
+#endif
   };
 
   // Parts of cut tiles: of one begun by an earlier warp | of one begun here and not finished.
-  float head[4] = {0.f, 0.f, 0.f, 0.f}, tail[4] = {0.f, 0.f, 0.f, 0.f};
-  u32 at = 0, barrier = first_barrier, phase = 0;
-  int tile = first_tile + begin / per_tile;
+  float head[CELLS] = {}, tail[CELLS] = {};
+  u32 at = ring, barrier = first_barrier, phase = 0;
+  int open_until = 0;   // items up to the end of a tile begun here and not finished
   for (int i = begin; i < end;) {   // a tile, or what this run has of it
     const bool whole = column == 0;
     const int n = min(per_tile - column, end - i);
@@ -200,55 +215,54 @@ matmul_decode(const u8* __restrict__ weight, int n_tiles, int n_blocks, int n_sp
     Values acc;
     clear(acc);
 #pragma unroll 1
-    for (int k = 0; k < n; k++) {
+    for (int k = n; k > 0; k--) {
       ring_wait(barrier, phase, stages);
       Values v;
-      record_dot(v, ring + at, bytes, digits, plane_stride, lane, pair, table);
-      const float x0 = *(const float*)(steps + step0), x1 = *(const float*)(steps + step1);
+      record_dot(v, (const u8*)smem_ptr(at), bytes, digits, plane_stride, lane, pair, table);
+      const float x0 = *(const float*)step0, x1 = SINGLE ? x0 : *(const float*)step1;
       FOR_PLANES {
         const float f0 = WIDE && p == 0 ? x0 * 256.f : x0, f1 = WIDE && p == 0 ? x1 * 256.f : x1;
-        acc[p][0] = __fmaf_rn(f0, v[p][0], acc[p][0]), acc[p][1] = __fmaf_rn(f1, v[p][1], acc[p][1]);
-        acc[p][2] = __fmaf_rn(f0, v[p][2], acc[p][2]), acc[p][3] = __fmaf_rn(f1, v[p][3], acc[p][3]);
+        FOR_CELLS acc[p][k] = __fmaf_rn((k & 1) ? f1 : f0, v[p][k], acc[p][k]);
       }
       __syncwarp();
       enqueue_copy(at, barrier);
       at += RECORD, barrier += 8;
-      if (at == ring_bytes) at = 0, barrier = first_barrier, phase ^= 1;
-      bytes += 2 * plane_stride, digits += 2 * plane_stride, steps += 2 * plane_stride;
+      if (at == ring + ring_bytes) at = ring, barrier = first_barrier, phase ^= 1;
+      const int next = 2 * plane_stride;
+      bytes += next, digits += next, step0 += next, step1 += next;
     }
-    float o[4];   // high + low bytes
+    float o[CELLS];   // high + low bytes
     FOR_CELLS o[k] = (WIDE ? acc[0][k] + acc[PLANES - 1][k] : acc[0][k] + __shfl_xor_sync(~0u, acc[0][k], 2)) *
                      ((k & 1) ? factor1 : factor0);
     if (whole && finished) {
       store(o, tile);
+    } else if (whole) {
+      FOR_CELLS tail[k] = o[k];
+      open_until = i + per_tile;
     } else {
-      FOR_CELLS {
-        if (whole) tail[k] = o[k];
-        else head[k] = o[k];
-      }
+      FOR_CELLS head[k] = o[k];
     }
     i += n;
     if (finished) {
       const int back = per_tile * 2 * plane_stride;
-      column = 0, tile++, bytes -= back, digits -= back, steps -= back;
+      column = 0, tile++, bytes -= back, digits -= back, step0 -= back, step1 -= back;
     }
   }
 
   __syncthreads();   // the rings are done with
-  float* parts = (float*)shared;
-  *(float4*)(parts + warp * 128 + lane * 4) = make_float4(head[0], head[1], head[2], head[3]);
+  float* const parts = (float*)shared + lane * CELLS;
+  constexpr int PART = 32 * CELLS;   // numbers of a warp
+  FOR_CELLS parts[warp * PART + k] = head[k];
   __syncthreads();
   // The warp that began a cut tile finishes it, adding the later warps' parts in order.
-  const int last = (end - 1) / per_tile;
-  if (end > begin && end % per_tile != 0 && last * per_tile >= begin) {
+  if (open_until) {
 #pragma unroll 1
     for (int other = warp + 1; other < WARPS; other++) {
       const int other_begin = items * other / WARPS, other_end = items * (other + 1) / WARPS;
-      if (other_begin >= (last + 1) * per_tile) break;
+      if (other_begin >= open_until) break;
       if (other_end == other_begin) continue;
-      const float4 q = *(const float4*)(parts + other * 128 + lane * 4);
-      tail[0] += q.x, tail[1] += q.y, tail[2] += q.z, tail[3] += q.w;
+      FOR_CELLS tail[k] += parts[other * PART + k];
     }
-    store(tail, first_tile + last);
+    store(tail, tile);
   }
 }

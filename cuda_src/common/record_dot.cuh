@@ -1,7 +1,8 @@
 // The product of one weight record (records.cuh) and activation records (quant256.cuh) on the tensor cores.
-//   -DTYPE  -DWIDE=0: up to 4 rows of activations | 1: up to 8
+//   -DTYPE  -DWIDE=0: up to 4 rows of activations | 1: up to 8  -DSINGLE=1 (with WIDE=0): one row
 // WIDE=0 puts the high bytes of the rows in columns 0-3 and the low bytes in columns 4-7 of one product; WIDE=1 makes
-// two products. A row's sums are the same numbers in both.
+// two products. Of a single row those four columns are the same, so that of the lanes of a pair one goes on with weight
+// row g and the other with row g + 8. A row's sums are the same numbers in all of them.
 // Weights enter as exact integers and sub-block scales are integers too where the type has them, so that what is summed
 // in int32 is exact; float32 begins at the type's own 16-bit scale.
 #pragma once
@@ -9,24 +10,28 @@
 #include "common/records.cuh"
 
 constexpr int PLANES = WIDE ? 2 : 1;
+constexpr int CELLS = SINGLE ? 1 : 4;   // numbers of a product that a lane goes on with
 #define FOR_PLANES _Pragma("unroll") for (int p = 0; p < PLANES; p++)
-#define FOR_CELLS _Pragma("unroll") for (int k = 0; k < 4; k++)
+#define FOR_CELLS _Pragma("unroll") for (int k = 0; k < CELLS; k++)
 
-typedef int Sums[PLANES][4];       // per plane: (row g, columns 2 t, 2 t + 1), (row g + 8, the same columns)
-typedef float Values[PLANES][4];
+typedef int Products[PLANES][4];   // per plane: (row g, columns 2 t, 2 t + 1), (row g + 8, the same columns)
+typedef int Sums[PLANES][CELLS];   // the same cells; SINGLE: of the lane's own row, g or, for odd t, g + 8
+typedef float Values[PLANES][CELLS];
 
-template <class T> DEVICE void clear(T (&s)[PLANES][4]) { FOR_PLANES FOR_CELLS s[p][k] = 0; }
-DEVICE void add_scaled(Sums& s, const Sums& c, int top, int low) {
+template <class T, int N> DEVICE void clear(T (&s)[PLANES][N]) {
   FOR_PLANES {
-    s[p][0] += top * c[p][0], s[p][1] += top * c[p][1];
-    s[p][2] += low * c[p][2], s[p][3] += low * c[p][3];
+#pragma unroll
+    for (int k = 0; k < N; k++) s[p][k] = 0;
   }
 }
-DEVICE void add_scaled(Values& v, const Sums& c, float top, float low) {
-  FOR_PLANES {
-    v[p][0] = __fmaf_rn(top, (float)c[p][0], v[p][0]), v[p][1] = __fmaf_rn(top, (float)c[p][1], v[p][1]);
-    v[p][2] = __fmaf_rn(low, (float)c[p][2], v[p][2]), v[p][3] = __fmaf_rn(low, (float)c[p][3], v[p][3]);
-  }
+// Cell k of a product.
+template <class T> DEVICE T cell(const T (&c)[4], int k) { return SINGLE ? (threadIdx.x & 1) ? c[2] : c[0] : c[k]; }
+// top, low: factors of the rows of cells 0 and 1, and of 2 and 3; SINGLE: top is that of the lane's own row.
+DEVICE void add_scaled(Sums& s, const Products& c, int top, int low) {
+  FOR_PLANES FOR_CELLS s[p][k] += (k < 2 ? top : low) * cell(c[p], k);
+}
+DEVICE void add_scaled(Values& v, const Products& c, float top, float low) {
+  FOR_PLANES FOR_CELLS v[p][k] = __fmaf_rn(k < 2 ? top : low, (float)cell(c[p], k), v[p][k]);
 }
 DEVICE void set_scaled(Values& v, const Sums& s, float top, float low) {
   FOR_PLANES FOR_CELLS v[p][k] = __fmul_rn(k < 2 ? top : low, (float)s[p][k]);
@@ -50,11 +55,11 @@ DEVICE Columns load_columns(const u8* bytes, int plane_stride, int j) {
   }
   return b;
 }
-DEVICE void multiply_u8(Sums& c, u32 a0, u32 a1, u32 a2, u32 a3, const Columns& b, int h) {
+DEVICE void multiply_u8(Products& c, u32 a0, u32 a1, u32 a2, u32 a3, const Columns& b, int h) {
   clear(c);
   FOR_PLANES mma_u8(c[p], a0, a1, a2, a3, b.words[h][2 * p], b.words[h][2 * p + 1]);
 }
-DEVICE void multiply_s8(Sums& c, u32 a0, u32 a1, u32 a2, u32 a3, const Columns& b, int h) {
+DEVICE void multiply_s8(Products& c, u32 a0, u32 a1, u32 a2, u32 a3, const Columns& b, int h) {
   clear(c);
   FOR_PLANES mma_s8(c[p], a0, a1, a2, a3, b.words[h][2 * p], b.words[h][2 * p + 1]);
 }
@@ -74,7 +79,7 @@ struct ValueTable { u32 below[2], above[2], minus_one; };
 DEVICE u32 value_table(int word) {
   return word == 0 ? 0xbfad9881u : word == 1 ? 0xf6eaddcfu : word == 2 ? 0x36465a72u : word == 3 ? 0x020e1a27u : ~0u;
 }
-DEVICE void multiply_iq4(Sums& c, u32 top, u32 low, const ValueTable& table, const Columns& b, int h) {
+DEVICE void multiply_iq4(Products& c, u32 top, u32 low, const ValueTable& table, const Columns& b, int h) {
   const u32 word[4] = {top, low, top >> 16, low >> 16};
   u32 below[4], above[4];
 #pragma unroll
@@ -99,11 +104,14 @@ struct ValueTable {};
 DEVICE void record_dot(Values& v, const u8* record, const u8* bytes, const u8* sums, int plane_stride, int lane,
                        u32 pair, const ValueTable& table) {
   const int g = lane >> 2;
+  const int first_row = SINGLE ? g + 8 * (lane & 1) : g;   // of cells 0 and 1
   const u8* quants = record + lane * 16;
-  Sums c, s;
+  const u8* heads = record + SCALES + first_row * HEAD_BYTES;
+  Products c;
+  Sums s;
   clear(s);
 #if HAS_SUPER_SCALES
-  const uint4 top = *(const uint4*)(record + SCALES + g * 16), low = *(const uint4*)(record + SCALES + 128 + g * 16);
+  const uint4 top = *(const uint4*)heads, low = SINGLE ? top : *(const uint4*)(heads + 128);
   const u32 top_scales[2] = {head_scales(top, false), head_scales(top, true)};
   const u32 low_scales[2] = {head_scales(low, false), head_scales(low, true)};
 #if TYPE == Q4_K
@@ -134,9 +142,11 @@ DEVICE void record_dot(Values& v, const u8* record, const u8* bytes, const u8* s
 #endif
   }
   // Minima: one f16 product with the digit sums. Bytes become f16 by way of 1024 + m; x 64 for the high digits.
-  const bool second = (lane & 2) != 0;                   // t < 2: minima of blocks 0-3, else 4-7
-  const u32 m0 = hadd2(prmt(head_minima(top, second), 0x64646464u, pair), 0xe400e400u);
-  const u32 m1 = hadd2(prmt(head_minima(low, second), 0x64646464u, pair), 0xe400e400u);
+  const bool later = (lane & 2) != 0;                    // t < 2: minima of blocks 0-3, else 4-7
+  const u8* minima = record + SCALES + g * 16;
+  const uint4 minima0 = SINGLE ? *(const uint4*)minima : top, minima1 = SINGLE ? *(const uint4*)(minima + 128) : low;
+  const u32 m0 = hadd2(prmt(head_minima(minima0, later), 0x64646464u, pair), 0xe400e400u);
+  const u32 m1 = hadd2(prmt(head_minima(minima1, later), 0x64646464u, pair), 0xe400e400u);
   const u32 m2 = hmul2(m0, 0x54005400u), m3 = hmul2(m1, 0x54005400u);
   const float unit = TYPE == Q4_K ? 0.0625f : 1.f;
   const float top_d = unit * h2f_lo(top.x), top_min = h2f_hi(top.x);
@@ -151,11 +161,11 @@ DEVICE void record_dot(Values& v, const u8* record, const u8* bytes, const u8* s
 #else
       const int sum = s[p][k];
 #endif
-      v[p][k] = __fmaf_rn(k < 2 ? top_d : low_d, (float)sum, -__fmul_rn(k < 2 ? top_min : low_min, least[k]));
+      v[p][k] = __fmaf_rn(k < 2 ? top_d : low_d, (float)sum, -__fmul_rn(k < 2 ? top_min : low_min, cell(least, k)));
     }
   }
 #elif TYPE == Q6_K
-  const uint4 top = *(const uint4*)(record + SCALES + g * 16), low = *(const uint4*)(record + SCALES + 128 + g * 16);
+  const uint4 top = *(const uint4*)heads, low = SINGLE ? top : *(const uint4*)(heads + 128);
   const u32 top_scales[4] = {top.x, top.y, top.z, top.w}, low_scales[4] = {low.x, low.y, low.z, low.w};
 #pragma unroll
   for (int n = 0; n < 2; n++) {                          // 128 columns
@@ -184,10 +194,10 @@ DEVICE void record_dot(Values& v, const u8* record, const u8* bytes, const u8* s
       }
     }
   }
-  set_scaled(v, s, 0.25f * h2f(*(const u16*)(record + SIX_BIT_D + g * 2)),
-             0.25f * h2f(*(const u16*)(record + SIX_BIT_D + 16 + g * 2)));
+  const u8* factors = record + SIX_BIT_D + first_row * 2;
+  set_scaled(v, s, 0.25f * h2f(*(const u16*)factors), SINGLE ? 0.f : 0.25f * h2f(*(const u16*)(factors + 16)));
 #elif TYPE == IQ4_XS
-  const uint2 top = *(const uint2*)(record + SCALES + g * 8), low = *(const uint2*)(record + SCALES + 64 + g * 8);
+  const uint2 top = *(const uint2*)heads, low = SINGLE ? top : *(const uint2*)(heads + 64);
   const u32 top_scales[2] = {iq4_scales(top, false), iq4_scales(top, true)};
   const u32 low_scales[2] = {iq4_scales(low, false), iq4_scales(low, true)};
 #pragma unroll
@@ -203,7 +213,7 @@ DEVICE void record_dot(Values& v, const u8* record, const u8* bytes, const u8* s
   }
   set_scaled(v, s, 0.25f * h2f_lo(top.x), 0.25f * h2f_lo(low.x));
 #else   // a float16 scale per 32 columns
-  const uint4 top = *(const uint4*)(record + SCALES + g * 16), low = *(const uint4*)(record + SCALES + 128 + g * 16);
+  const uint4 top = *(const uint4*)heads, low = SINGLE ? top : *(const uint4*)(heads + 128);
 #if HAS_FIFTH_BITS
   const uint4 fifth = *(const uint4*)(quants + FIFTH_BITS);
 #endif
@@ -249,7 +259,7 @@ DEVICE void record_dot(Values& v, const u8* record, const u8* bytes, const u8* s
     float low_part[4] = {0.f, 0.f, 0.f, 0.f}, high_part[4] = {0.f, 0.f, 0.f, 0.f};
     mma_f16(low_part, m0, m1, 0, 0, digits.x, 0);
     mma_f16(high_part, m0, m1, 0, 0, digits.y, 0);
-    FOR_CELLS v[p][k] += __fmaf_rn(64.f, high_part[k], low_part[k]);
+    FOR_CELLS v[p][k] += __fmaf_rn(64.f, cell(high_part, k), cell(low_part, k));
   }
 #endif
 #endif

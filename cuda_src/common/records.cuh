@@ -43,6 +43,7 @@ constexpr int RECORD = 16 * BLOCK_BYTES * (256 / BLOCK);
 
 // Where the scales begin.
 constexpr int SCALES = TYPE == Q8_0 ? 4096 : TYPE == Q6_K ? 3072 : HAS_FIFTH_BITS ? 2560 : 2048;
+constexpr int HEAD_BYTES = TYPE == IQ4_XS ? 8 : 16;     // of a row there
 constexpr int FIFTH_BITS = 2048;
 constexpr int MINIMA = SCALES + 256;    // Q4_1, Q5_1
 constexpr int SIX_BIT_D = 3328;         // Q6_K

@@ -8,7 +8,7 @@ is the ring, which need only be as large as the link can fill while attention co
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from math import ceil
 
@@ -111,6 +111,7 @@ class ResidencyState:
 
     ring_bonus   slots that starvation added to the ring
     first_pages  by layer, the first page that is on the device or streamed; (): 0 for all
+    seen         what it was decided for; None: changed since
     """
 
     cuts: tuple[int, ...]
@@ -119,6 +120,7 @@ class ResidencyState:
     steps_since_change: int = 0
     calm_steps: int = 0
     first_pages: tuple[int, ...] = ()
+    seen: Observation | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +194,20 @@ def _touched(step_rows: int, page_tokens: int) -> int:
 
 def residency_step(config: ResidencyConfig, state: ResidencyState, seen: Observation) -> ResidencyState:
     """The cuts and the ring for the step about to run. ``BudgetError`` if the pool cannot hold it at all."""
+    if seen == state.seen and _is_calm(state, seen):
+        # As most steps are, and while this is found out the GPU waits.
+        return replace(state, steps_since_change=state.steps_since_change + 1, calm_steps=state.calm_steps + 1)
+    return replace(_decide(config, state, seen), seen=seen)
+
+
+def _is_calm(state: ResidencyState, seen: Observation) -> bool:
+    """Whether the same observation leads to the same decision."""
+    is_asked = seen.starved or seen.in_vain
+    eases = state.ring_bonus > 0 and state.calm_steps + 1 >= _EASE_STEPS
+    return not is_asked and not eases and state.steps_since_change > _COOL_DOWN_STEPS
+
+
+def _decide(config: ResidencyConfig, state: ResidencyState, seen: Observation) -> ResidencyState:
     layers, pages = config.layers, seen.pages
     limit = seen.writable_page // GROUP_PAGES * GROUP_PAGES
     firsts = config.first_pages(seen.writable_page)

@@ -238,7 +238,7 @@ class KvStream:
         self._pages = self.geometry.pages_of(tokens)
         # Where nothing is resident yet, cuts say that everything is streamed: the policy then takes back what fits.
         cut = tokens // self.geometry.page_tokens // GROUP_PAGES * GROUP_PAGES
-        self._state = replace(self._state, cuts=(cut,) * self.layers)
+        self._state = replace(self._state, cuts=(cut,) * self.layers, seen=None)
         self.plans.forget()
 
     def shift(self, attention: Sequence[AttentionParams], *, keep: int, discard: int, tokens: int) -> None:

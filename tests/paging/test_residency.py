@@ -110,6 +110,27 @@ def test_every_decision_can_be_carried_out(
             assert caught.value.given_mib == each.pool_slots * PAGE_MIB
 
 
+@given(
+    st.integers(1, 4), st.sampled_from([0, 0, 7]), st.booleans(),
+    st.lists(st.tuples(observations(), st.sampled_from([1, 2, 9, 20, 300])), max_size=5),
+)
+def test_a_decision_that_is_taken_again_is_the_same(
+    layers: int, ring_slots: int, window: bool, seen: list[tuple[Observation, int]]
+) -> None:
+    """What most steps skip, since they see what the last one saw, would have changed nothing."""
+    mode = ResidencyMode.WINDOW if window else ResidencyMode.ADAPTIVE
+    used = config(layers, mode=mode, ring_slots=ring_slots or 3 * window, window_pages=(8,) * layers * window)
+    state = start(layers)
+    for each, times in seen:
+        try:
+            for _ in range(times):
+                in_full = residency_step(used, replace(state, seen=None), each)
+                state = residency_step(used, state, each)
+                assert state == in_full
+        except BudgetError:
+            continue
+
+
 @given(st.integers(1, 5), st.lists(observations(), max_size=12))
 def test_resident_mode_holds_everything_or_refuses(layers: int, seen: list[Observation]) -> None:
     """No page is ever streamed; the refusal names what all pages need."""

@@ -31,7 +31,6 @@ from kvs_core.device.cuda.ops.matmul_kernels import (
     GATED_NORM,
     GATES,
     MOST_PARTS,
-    NARROW_ROWS,
     OUTPUTS,
     QUANT,
     UNQUANT,
@@ -44,6 +43,7 @@ from kvs_core.device.cuda.ops.matmul_kernels import (
     matmul,
     splits,
     variants,
+    width_for,
 )
 from kvs_core.device.cuda.ops.matmul_rows import RowsDequant, RowsMatmul
 from kvs_core.device.cuda.ops.norm import Norm
@@ -145,8 +145,8 @@ class DecodeMatmul:
                 kernels[dequant(section.quant)] = None
                 for n_splits in {1, self._splits(weight)}:
                     warps = self._fit(section, n_splits, 1).warps
-                    for wide, rows_as in variants(output, gated_norm=gated_norm):
-                        kernels[matmul(section.quant, warps, wide, rows_as, output)] = None
+                    for width, rows_as in variants(output, gated_norm=gated_norm):
+                        kernels[matmul(section.quant, warps, width, rows_as, output)] = None
         return list(kernels)
 
     # ---- ops ----
@@ -336,7 +336,7 @@ class DecodeMatmul:
         """One launch of ``matmul_decode``, or more where so many rows do not fit a block."""
         launcher = self._context.launcher
         best = self._fit(section, n_splits, min(count, MAX_ROWS))
-        grid = n_splits * min(launcher.sm_count // n_splits, section.n_tiles)
+        grid = n_splits, min(launcher.sm_count // n_splits, section.n_tiles), 1
         step = ACT_BYTES if rows_as is Input.RECORDS else 4 * x_stride
         for first in range(0, count, best.rows):
             rows = min(best.rows, count - first)
@@ -345,9 +345,9 @@ class DecodeMatmul:
                 launcher.shared_bytes // 2 + 1,   # no second block beside it where launches overlap
             )
             launcher.launch(
-                matmul(section.quant, best.warps, rows > NARROW_ROWS, rows_as, output), (grid, 1, 1), 32 * best.warps,
+                matmul(section.quant, best.warps, width_for(rows), rows_as, output), grid, 32 * best.warps,
                 (
-                    section.records, section.n_tiles, section.n_blocks, n_splits, best.stages,
+                    section.records, section.n_tiles, section.n_blocks, best.stages,
                     address(x) + first * step, x_stride, rows, weight.n_in,
                     0 if sums is None else address(sums) + 4 * first * section.n_blocks, eps,
                     0 if gate is None else address(gate.z) + 4 * first * gate.z_stride,

@@ -15,8 +15,8 @@ from kvs_core.units import align_up, ceil_div
 
 ACT_BYTES = 320
 """Of an activation record: one plane of 256 values, see ``cuda_src/common/quant256.cuh``."""
-NARROW_ROWS = 4
-"""Rows of activations that one tensor-core product takes."""
+WIDTHS = (1, 4, 8)
+"""Rows of activations that kernels are made for: of one, those that one tensor-core product takes, and two."""
 MOST_PARTS = 4
 """Parts of a sum that ``add_quant`` adds."""
 
@@ -92,10 +92,10 @@ def splits(n_tiles: int, n_blocks: int, sm_count: int) -> int:
 
 
 @cache
-def matmul(quant: Quant, warps: int, wide: bool, rows_as: Input, output: Output) -> Kernel:
-    """A product with records of that type. ``wide``: of more than ``NARROW_ROWS`` rows."""
+def matmul(quant: Quant, warps: int, width: int, rows_as: Input, output: Output) -> Kernel:
+    """A product with records of that type. ``width``: of ``WIDTHS``."""
     args = (
-        PTR, I32, I32, I32, I32,        # weight, tiles, blocks, splits, stages
+        PTR, I32, I32, I32,             # weight, tiles, blocks, stages
         PTR, I32, I32, I32,             # x, its stride, rows, n_in
         PTR, F32,                       # sums of squares, eps
         PTR, I32, PTR,                  # z, its stride, norm
@@ -103,7 +103,8 @@ def matmul(quant: Quant, warps: int, wide: bool, rows_as: Input, output: Output)
         PTR, I32, I64, I32, I32, I32,   # y, its stride, stride of splits, n_out, tile and half steps
     )
     defines = (
-        ("TYPE", quant.name), ("WIDE", int(wide)), ("WARPS", warps), ("INPUT", rows_as.value), ("OUTPUT", output.value),
+        ("TYPE", quant.name), ("WIDE", int(width > 4)), ("SINGLE", int(width == 1)), ("WARPS", warps),
+        ("INPUT", rows_as.value), ("OUTPUT", output.value),
     )
     return Kernel("matmul_decode.cu", "matmul_decode", args, defines)
 
@@ -130,14 +131,19 @@ GATES = {Activation.SILU: SWIGLU, Activation.GELU: GEGLU}
 """What joins gate and up rows otherwise."""
 
 
-def variants(output: Output, *, gated_norm: bool) -> Iterator[tuple[bool, Input]]:
-    """(wide, input) of the products with this output."""
-    for wide in (False, True):
-        yield wide, Input.RECORDS
-        if output is Output.PLAIN and not wide:
-            yield wide, Input.ROWS
+def width_for(rows: int) -> int:
+    """Of the kernel for so many rows."""
+    return next(width for width in WIDTHS if width >= rows)
+
+
+def variants(output: Output, *, gated_norm: bool) -> Iterator[tuple[int, Input]]:
+    """(width, input) of the products with this output."""
+    for width in WIDTHS:
+        yield width, Input.RECORDS
+        if output is Output.PLAIN and width < WIDTHS[-1]:
+            yield width, Input.ROWS
         if output is Output.PLAIN and gated_norm:
-            yield wide, Input.GATED_NORM
+            yield width, Input.GATED_NORM
 
 
 def instances(arch: int) -> Iterator[Kernel]:
@@ -146,5 +152,5 @@ def instances(arch: int) -> Iterator[Kernel]:
     for quant in RECORD_TYPES:
         yield dequant(quant)
         for output in Output:
-            for wide, rows_as in variants(output, gated_norm=True):
-                yield matmul(quant, _WARPS[0], wide, rows_as, output)
+            for width, rows_as in variants(output, gated_norm=True):
+                yield matmul(quant, _WARPS[0], width, rows_as, output)
