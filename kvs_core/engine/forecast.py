@@ -26,10 +26,10 @@ from kvs_core.settings.drafters import SpeculativeSettings
 from kvs_core.settings.rooms import KvSettings
 from kvs_core.speculative.synthetic import rates_of_length
 
-_BALANCE = 5.0
-"""Exponent that joins two times of work side by side: 15 % above the longer one where they are equal, 6 % where one is
-0.8 of the other, 0.6 % at a half. Steps of Qwen3.5-27B on an H200 were 4 to 18 % above it at 86 to 96 Ki tokens, where
-the two are between 0.7 and 1 of each other, and at most 1.5 % beyond."""
+_BALANCE = 20.0
+"""Exponent that joins two times of work side by side: 3.5 % above the longer one where they are equal, 0.6 % where one
+is 0.9 of the other. Steps of two models on an H200 (benchmarks/results/cliff_h200) were at most 3.4 and 7.7 % above it,
+most of them 1 to 3 %."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,10 +269,10 @@ def place(setup: Setup, rates: Rates, tokens: int, rows: int) -> Placement:
     budget, geometry = setup.budget, setup.budget.geometry
     config = replace(budget.residency, link_bytes_per_s=rates.link_bytes_per_s)
     pages = geometry.pages_of(tokens + rows)
-    # The policy's own measure of the gap between two attention layers: a step that streams no page, over its layers,
-    # without the time that the link takes for weights.
-    pass_s = setup.pass_s(rates)
-    gap_s = (side_by_side(_kernels_s(setup, rates, 0, 1, calls=0), pass_s) - pass_s) / len(setup.reads)
+    # The policy's own measure of the gap between two layers that stream: a step that streams no page, over their
+    # number, without the time that the link takes for weights.
+    pass_s, gaps = setup.pass_s(rates), max(1, sum(not config.slides(layer) for layer in setup.reads))
+    gap_s = (side_by_side(_kernels_s(setup, rates, 0, 1, calls=0), pass_s) - pass_s) / gaps
     cuts: tuple[int, ...] = (0,) * setup.kv_layers
     # A prompt of so many tokens is read first: not all that a smaller pool gave up then comes back.
     for phase, first, last in (

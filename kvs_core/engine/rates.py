@@ -102,16 +102,16 @@ def forget_rates(device: Device) -> None:
 _ROWS_KNOWN = (1, 2, 3, 4, 6, 8)
 _RECORDS = {
     # By type held: the rate of products with one row; and what so many rows cost, as multiples of that.
-    "": (0.99, (1.0, 1.026, 1.06, 1.08, 1.20, 1.26)),   # Q4_K's, and that of others who read memory as fast
-    "IQ4_XS": (0.96, (1.0, 1.044, 1.087, 1.092, 1.34, 1.40)),
+    "": (1.08, (1.0, 1.08, 1.115, 1.136, 1.287, 1.339)),   # Q4_K's, and that of others who read memory as fast
+    "IQ4_XS": (1.04, (1.0, 1.087, 1.125, 1.137, 1.439, 1.507)),
 }
 _ATTENTION_SHARE = 0.96       # from 64 to 256 Ki, all pages resident
 _ATTENTION_ROW = 0.18
 _LAYER_S = 18e-6              # of models of 64 and of 12 layers
 _LEAST_ATTENTION_S = 15e-6    # below some 32 Ki tokens
-_RUN_S = 10e-6                # the same launches without copies, less all pages resident, at 90, 128 and 256 Ki
+_RUN_S = 8.5e-6               # the same launches without copies, less all pages resident, at 128 and 256 Ki
 _RUN_ROWS_S = 12e-6           # likewise, of 2 and 4 rows at 86 to 92 Ki
-_COPY_S = 7.5e-6              # streamed steps less bytes / link, likewise
+_COPY_S = 2e-6                # streamed steps less bytes / link, likewise
 _PLAN_S = 4e-6
 
 

@@ -170,7 +170,7 @@ class Speculation:
 
     def _limits(self, limit: int) -> Mapping[str, int]:
         limits = self._returns.limits(limit)
-        for name in self._returns.unwatched:
+        for name in self._returns.to_watch:
             start = perf_counter()
             draft = self._mix.peek(name, self._history, min(limit, MOST_DRAFTED))
             self._returns.watch(name, draft.tokens, perf_counter() - start)

@@ -194,13 +194,13 @@ def _touched(step_rows: int, page_tokens: int) -> int:
 
 def residency_step(config: ResidencyConfig, state: ResidencyState, seen: Observation) -> ResidencyState:
     """The cuts and the ring for the step about to run. ``BudgetError`` if the pool cannot hold it at all."""
-    if seen == state.seen and _is_calm(state, seen):
+    if seen == state.seen and _is_settled(state, seen):
         # As most steps are, and while this is found out the GPU waits.
         return replace(state, steps_since_change=state.steps_since_change + 1, calm_steps=state.calm_steps + 1)
     return replace(_decide(config, state, seen), seen=seen)
 
 
-def _is_calm(state: ResidencyState, seen: Observation) -> bool:
+def _is_settled(state: ResidencyState, seen: Observation) -> bool:
     """Whether the same observation leads to the same decision."""
     is_asked = seen.starved or seen.in_vain
     eases = state.ring_bonus > 0 and state.calm_steps + 1 >= _EASE_STEPS

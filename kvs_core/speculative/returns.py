@@ -76,7 +76,7 @@ class _Watched:
 
 
 class Returns:
-    """Legal moves: ``limits``, ``watch`` of those that are ``unwatched``, then ``written`` and ``observe`` of that
+    """Legal moves: ``limits``, ``watch`` of those that are ``to_watch``, then ``written`` and ``observe`` of that
     round."""
 
     def __init__(self, names: Collection[str], usual: int, *, models: bool = False) -> None:
@@ -87,7 +87,7 @@ class Returns:
         self._usual = usual
         self._models = models
         self._watched: dict[str, _Watched] = {}
-        self._idle: list[str] = []
+        self._to_watch: list[str] = []
         self._kinds = {(name, long): _Rounds() for name in names for long in (False, True)}
         self._whole = dict.fromkeys(names, False)   # whether a drafter's last draft was right as a whole
         self._others = _Rounds()
@@ -99,19 +99,19 @@ class Returns:
     def limits(self, limit: int) -> Mapping[str, int]:
         """For each drafter, the tokens that it may draft in a round that can use ``limit``; 0: it is not asked."""
         self._trials.clear()
-        self._idle.clear()
+        self._to_watch.clear()
         drafted = sum(kind.run for kind in self._kinds.values())
         if self._others.run < _TWICE and drafted >= _UNASKED:
             return dict.fromkeys(self._whole, 0)
         return {name: self._limit(name, limit) for name in self._whole}
 
     @property
-    def unwatched(self) -> Sequence[str]:
+    def to_watch(self) -> Sequence[str]:
         """Drafters that have no say in this round, and that ``watch`` wants to know of."""
-        return self._idle
+        return self._to_watch
 
     def watch(self, name: str, draft: Sequence[int], seconds: float) -> None:
-        """What an ``unwatched`` drafter would draft in this round; to find out took ``seconds``."""
+        """What an ``to_watch`` drafter would draft in this round; to find out took ``seconds``."""
         self._credit_s -= seconds
         if draft:
             self._watched[name] = _Watched(tuple(draft[: self._usual]))
@@ -170,7 +170,7 @@ class Returns:
         short = self._kinds[name, False]
         if self._watches and not self._promises(short):
             if name not in self._watched and self._credit_s >= 0:
-                self._idle.append(name)
+                self._to_watch.append(name)
             return 0
         kinds = {min(limit, self._usual): short}
         if limit > self._usual and self._whole[name]:

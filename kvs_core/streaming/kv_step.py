@@ -91,7 +91,7 @@ class KvStep:
         self.tile_scratch, self._tile_groups = scratch, groups
 
     def fill_ring(self) -> None:
-        """The step's work begins; part of it, where it is captured: the link takes up what was left for it."""
+        """At the beginning of the step's work, and captured with it: the copies that wait for that are enqueued."""
         self._kv.streamer.pump()
 
     def layer(self, read: int) -> LayerKv:

@@ -104,5 +104,6 @@ def test_the_detail_has_every_round(monkeypatch: pytest.MonkeyPatch) -> None:
     (arm,) = arms_on("source", MTP, seed=0, monkeypatch=monkeypatch)
     detail = arm.detail
     assert len(detail["every_round"]) == len(arm.rounds) > detail["rounds"] > 0
-    assert detail["every_round"][0] == ("draft-mtp", 5, arm.rounds[0].tokens, arm.rounds[0].seconds, False, False)
+    first = arm.rounds[0]
+    assert detail["every_round"][0] == f"draft-mtp 5 {first.tokens} {first.seconds} False False"
     assert sum(each.tokens for each in arm.rounds) >= 640 - 80 - 1

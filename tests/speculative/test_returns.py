@@ -239,11 +239,11 @@ def watching(others: int = 5) -> Returns:
 def watch(returns: Returns, right: int, drafted: int = LONG, *, take: int = 5) -> None:
     """One draft that is watched, its first tokens right, while rounds give ``take`` tokens each."""
     assert returns.limits(LIMIT) == {"ngram-simple": 0}
-    assert list(returns.unwatched) == ["ngram-simple"]
+    assert list(returns.to_watch) == ["ngram-simple"]
     returns.watch("ngram-simple", range(drafted), 0.0)
     comes = [*range(right), *[-1] * LIMIT][: min(right + 1, USUAL, drafted)]
     for at in range(0, len(comes), take):
-        assert at == 0 or not returns.unwatched
+        assert at == 0 or not returns.to_watch
         returns.written(comes[at : at + take])
         returns.observe("", drafted=4, tokens=take, seconds=1.0)
         returns.limits(LIMIT)
@@ -258,7 +258,7 @@ def test_drafts_before_a_model_are_watched_first() -> None:
     watch(returns, LONG)
     watch(returns, LONG)
     assert returns.limits(LIMIT) == {"ngram-simple": LIMIT}
-    assert not returns.unwatched
+    assert not returns.to_watch
 
 
 def test_what_fails_is_watched_again() -> None:
@@ -288,7 +288,7 @@ def test_a_model_that_is_rarely_right_is_worth_no_watching() -> None:
     """Nor is none at all: a draft to no avail costs next to nothing there."""
     returns = watching(1)
     assert returns.limits(LIMIT) == {"ngram-simple": USUAL}
-    assert not returns.unwatched
+    assert not returns.to_watch
 
 
 def test_looking_takes_one_percent_of_the_time() -> None:
@@ -297,7 +297,7 @@ def test_looking_takes_one_percent_of_the_time() -> None:
     looks = 0
     for _ in range(500):
         assert returns.limits(LIMIT) == {"ngram-simple": 0}
-        for name in returns.unwatched:
+        for name in returns.to_watch:
             returns.watch(name, (), 0.05)
             looks += 1
         returns.observe("", drafted=4, tokens=5, seconds=1.0)
