@@ -1,7 +1,7 @@
 """What does a context shift cost: in perplexity, against a text that is read anew at every shift, and in time?
 
     python -m benchmarks.context_shift MODEL.gguf [--device NAME] [--text FILE] [--ctx-size N] [--threads N]
-                                       [--time-only] [--output FILE.json]
+                                       [--time-only | --perplexity-only] [--output FILE.json]
 
     perplexity  of the text behind the first shift, in a context of N tokens that is shifted whenever it is full, half
                 of what is not kept at a time; beside it that of the same tokens where the shifted text is read anew
@@ -207,27 +207,35 @@ def main() -> int:
     parser.add_argument("--text", type=Path, default=HARBOUR, metavar="FILE", help="default: a story in the tests")
     parser.add_argument("--ctx-size", type=int, default=512, metavar="N")
     parser.add_argument("--threads", type=int, default=1, metavar="N")
-    parser.add_argument("--time-only", action="store_true", help="leave perplexity and text out")
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--time-only", action="store_true", help="leave perplexity and text out")
+    only.add_argument("--perplexity-only", action="store_true", help="leave text and time out: for long texts")
     parser.add_argument("--output", type=Path, metavar="FILE")
     options = parser.parse_args()
     start = perf_counter()
-    device = gpu_at_hand(options.device)
+    device = "cpu" if options.perplexity_only else gpu_at_hand(options.device)
     bench = Bench(options.model, options.text, options.ctx_size, options.threads)
-    found: dict[str, Any] = {"time": long_shifts(bench, device)}
+    found: dict[str, Any] = {}
+    if not options.perplexity_only:
+        found["time"] = long_shifts(bench, device)
+        device = found["time"][-1]["device"]
     if not options.time_only:
         found["perplexity"] = print_perplexities(bench)
+    if not (options.time_only or options.perplexity_only):
         text = found["text"] = three_contexts(bench)
         print(f"{text['tokens']} tokens of text, {text['dropped']} forgotten; the same when streamed: {text['same']}")
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     report = {
         "question": (__doc__ or "").splitlines()[0],
         "machine": {
-            "device": found["time"][-1]["device"], "cpu": platform.processor() or platform.machine(),
+            "device": device, "cpu": platform.processor() or platform.machine(),
             "cores": os.cpu_count(), "threads": options.threads,
         },
         "commit": commit,
         "command": f"python -m benchmarks.context_shift {options.model.name} --ctx-size {options.ctx_size}"
-                   + (" --time-only" if options.time_only else ""),
+                   + (f" --text {options.text.name}" if options.text != HARBOUR else "")
+                   + (" --time-only" if options.time_only else "")
+                   + (" --perplexity-only" if options.perplexity_only else ""),
         "model": options.model.name,
         "seconds": round(perf_counter() - start, 1),
         **found,
