@@ -214,7 +214,8 @@ def test_a_gpu_is_measured_by_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     found = rates.gpu_rates(numbers | {"round": 2e-4, "draft": 1e-4})
     assert (found.round_s, found.draft_s) == (2e-4, 1e-4)
     assert found.link_bytes_per_s == numbers["link"]
-    assert all(0.5 < speed / numbers["memory"] <= 1.0 for speed in found.weight_bytes_per_s.values())
+    # Reading alone is a little faster than copying.
+    assert all(0.5 < speed / numbers["memory"] < 1.1 for speed in found.weight_bytes_per_s.values())
     assert all(len(costs) == 8 and list(costs) == sorted(costs) for costs in found.row_costs.values())
 
 
