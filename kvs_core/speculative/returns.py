@@ -111,7 +111,7 @@ class Returns:
         return self._to_watch
 
     def watch(self, name: str, draft: Sequence[int], seconds: float) -> None:
-        """What an ``to_watch`` drafter would draft in this round; to find out took ``seconds``."""
+        """What a drafter of ``to_watch`` would draft in this round; to find out took ``seconds``."""
         self._credit_s -= seconds
         if draft:
             self._watched[name] = _Watched(tuple(draft[: self._usual]))
