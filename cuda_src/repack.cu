@@ -1,8 +1,8 @@
 // GGUF blocks to weight records (common/records.cuh), once, at load.  -DTYPE
 // One warp per (row, 256 columns); grid (blocks of eight rows, n_in / 256 rounded up), 256 threads.
-//   source   rows [0, n_rows) as in the file
-//   records  [tiles][n_blocks][RECORD]: source row i becomes tile row: (first_row + i) in plain order, or, interleaved,
-//            row i % 8 + 8 * half of tile (first_row + i) / 8: gate rows are half 0, up rows half 1
+//   source     rows [0, n_rows) as in the file; the first is row first_row of the matrix
+//   half_rows  0, or: the matrix has so many rows of gates, as many of ups, and so on; eight of each share a tile
+//   records    [tiles][n_blocks][RECORD]: tile t holds rows 16 t ..; or rows 8 t .. of all gates, and those of all ups
 // Rows [n_rows, n_written) and columns beyond n_in are written as zeros.
 #include "common/records.cuh"
 
@@ -11,12 +11,18 @@ DEVICE u32 word_at(const u8* p) { return (u32)p[0] | (u32)p[1] << 8 | (u32)p[2] 
 DEVICE u16 half_at(const u8* p) { return (u16)(p[0] | p[1] << 8); }
 
 extern "C" __global__ void __launch_bounds__(256)
-repack(const u8* __restrict__ source, int n_rows, int n_written, int n_in, int first_row, int interleaved, int half,
+repack(const u8* __restrict__ source, int n_rows, int n_written, int n_in, int first_row, int half_rows,
        u8* __restrict__ records) {
   const int lane = threadIdx.x & 31, i = blockIdx.x * 8 + (threadIdx.x >> 5), block = blockIdx.y, n_blocks = gridDim.y;
   if (i >= n_written) return;
-  const int row = first_row + i, tile = row / (interleaved ? 8 : 16);
-  const int u = interleaved ? half : (row >> 3) & 1, g = row & 7, tile_row = g + 8 * u;
+  int row = first_row + i, u = (row >> 3) & 1, tile = row >> 4;
+  if (half_rows) {   // both halves are whole groups of eight
+    const int halves = row / half_rows;
+    row += (halves / 2 - halves) * half_rows;
+    u = halves & 1;
+    tile = row >> 3;
+  }
+  const int g = row & 7, tile_row = g + 8 * u;
   u8* r = records + ((size_t)tile * n_blocks + block) * RECORD;
   const u8* in_row = source + (size_t)i * (n_in / BLOCK) * BLOCK_BYTES;
   // Block b of 32 columns lies in the file; of a type with blocks of 256 all eight do.

@@ -7,7 +7,8 @@ from collections.abc import Callable, Collection, Iterable
 
 from gguf.constants import GGMLQuantizationType as Quant
 
-from kvs_core.device.cuda.weights import held_bytes, held_type
+from kvs_core.device.cuda.matrices import held_type
+from kvs_core.device.cuda.weights import held_bytes
 from kvs_core.device.host.weights import HELD_SHARE
 from kvs_core.engine.forecast import IN_FILE, Weights
 from kvs_core.formats.gguf import GgufFile, TensorInfo, split_experts

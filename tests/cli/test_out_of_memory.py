@@ -41,11 +41,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def threads() -> Any:
-    """None is left behind."""
+    """None is left behind. What compiles a kernel ends with it."""
     before = set(threading.enumerate())
     yield
-    left = [thread.name for thread in threading.enumerate() if thread not in before and thread.is_alive()]
-    assert not left
+    left = [thread for thread in threading.enumerate() if thread not in before]
+    for thread in left:
+        if thread.name.startswith("kvs-compile"):
+            thread.join(60)
+    assert not [thread.name for thread in left if thread.is_alive()]
 
 
 def run_on(kvs: Kvs, monkeypatch: pytest.MonkeyPatch, make: Callable[[], Device], model: Path, *flags: object) -> Ended:

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from gguf.constants import GGMLQuantizationType
 
-from kvs_core.device.cuda.weights import RECORD_TYPES, RecordSection, RowsSection, part_bytes, record_bytes
+from kvs_core.device.cuda.matrices import RECORD_TYPES, RecordSection, RowsSection, record_bytes
+from kvs_core.device.cuda.weights import part_bytes
 from kvs_core.formats.gguf import TensorInfo
 from kvs_core.formats.quants import dequantize_rows, row_bytes
 from kvs_core.models.weights import LayerPart
@@ -54,6 +55,31 @@ def test_gate_and_up_share_tiles(lab: Any, quant: Quant) -> None:  # noqa: F811
     assert weight.swiglu is not None
     expected = repack(quant, interleave(rows_of(gate), rows_of(up)))
     np.testing.assert_array_equal(lab.host(weight.swiglu.records).reshape(expected.shape), expected)
+
+
+@ALL_TYPES
+def test_experts_in_one_tensor_have_the_records_of_two(lab: Any, quant: Quant) -> None:  # noqa: F811
+    """An expert's gate before its up, in pieces that end within them: bytes as of gates and ups apart."""
+    count, ffn, n_in = 3, 16, widths(quant)[-1]
+    apart = [
+        random_tensor(f"blk.0.ffn_{stem}_exps.weight", quant, count * ffn, n_in, i)
+        for i, stem in enumerate(("gate", "up"))
+    ]
+    each = np.stack([rows_of(info).reshape(count, ffn, -1) for info in apart], axis=1)   # expert, half, row
+    joined = experts(random_tensor("blk.0.ffn_gate_up_exps.weight", quant, 2 * count * ffn, n_in), count)
+    joined = replace(joined, data=each.reshape(-1))
+    store = store_in(lab, piece_bytes=7 * row_bytes(quant, n_in))
+    got, expected = store.load_experts([joined]), store.load_experts([experts(info, count) for info in apart])
+    assert got.swiglu is not None
+    assert expected.swiglu is not None
+    assert lab.host(got.swiglu.records).tobytes() == lab.host(expected.swiglu.records).tobytes()
+    assert (got.n_out, got.count, got.swiglu.n_rows) == (2 * ffn, count, 2 * count * ffn)
+
+
+def experts(info: TensorInfo, count: int) -> TensorInfo:
+    """Rows of a matrix as those of ``count`` experts."""
+    n_in, n_out = info.shape
+    return replace(info, shape=(n_in, n_out // count, count))
 
 
 def test_gate_and_up_of_two_types_do_not(lab: Any) -> None:  # noqa: F811
@@ -174,7 +200,7 @@ def test_experts_at_home_are_what_they_would_be_on_the_gpu(lab: Any, quants: tup
     assert store.held_bytes == 0
     assert list(store.weights) == []
     assert (stack.n_in, stack.n_out, len(stack)) == (expected.n_in, expected.n_out, 3)
-    assert (stack.swiglu is None) == (expected.swiglu is None) == (quants != (Quant.Q8_0, Quant.Q8_0))
+    assert (stack.swiglu is None) == (expected.swiglu is None) == (Quant.F16 in quants)
     place = np.array(home)
     for memory in (home, place):
         part.lie_in(memory)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvs_core.device.cuda.device import CudaDevice
-from kvs_core.device.cuda.weights import ExpertStack, RecordSection, RowsSection
+from kvs_core.device.cuda.matrices import ExpertStack, RecordSection, RowsSection
 from kvs_core.formats.gguf import GgufFile
 from kvs_core.formats.gguf_writer import write_gguf
 from kvs_core.models.synthetic import SHAPES, Mixture, Shape, synthetic_model

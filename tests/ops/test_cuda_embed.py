@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from gguf.constants import GGMLQuantizationType
 
+from kvs_core.device.cuda.matrices import CudaWeight
 from kvs_core.device.cuda.ops.embed import Embed, instances, kernels_for
 from kvs_core.device.cuda.ops.matmul_rows import BLOCK_TYPES
-from kvs_core.device.cuda.weights import CudaWeight
 from kvs_core.device.operands import RopeTable
 from kvs_core.memory.phases import Phase
 from tests.ops.test_cuda_matmul_rows import ALL_TYPES, random_rows, row_section, some_columns, values_of

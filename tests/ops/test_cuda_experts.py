@@ -10,11 +10,11 @@ import pytest
 from gguf.constants import GGMLQuantizationType
 
 from kvs_core.device.base import ExpertSizes, StepSizes
+from kvs_core.device.cuda.matrices import RECORD_TYPES, ROW_TYPES
 from kvs_core.device.cuda.ops import experts as family
 from kvs_core.device.cuda.ops.experts import Experts, instances, kernels_for
 from kvs_core.device.cuda.ops.matmul import MAX_ROWS, DecodeMatmul
 from kvs_core.device.cuda.ops.prefill_matmul import PrefillMatmul
-from kvs_core.device.cuda.weights import RECORD_TYPES, ROW_TYPES
 from kvs_core.device.host.ops.experts import add_experts, choose
 from kvs_core.device.host.weights import HeldMatrix, HostWeight
 from kvs_core.device.host.workers import Team

@@ -10,8 +10,8 @@ import pytest
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from kvs_core.device.cuda.kernel import Kernel
+from kvs_core.device.cuda.matrices import RowsSection
 from kvs_core.device.cuda.ops.matmul_rows import BLOCK_TYPES, MAX_ROWS, RowsDequant, RowsMatmul, instances, kernels_for
-from kvs_core.device.cuda.weights import RowsSection
 from kvs_core.formats import quants
 
 Quant = GGMLQuantizationType

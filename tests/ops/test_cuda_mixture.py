@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvs_core.device.cuda.matrices import RECORD_TYPES, ROW_TYPES
 from kvs_core.device.cuda.ops import experts as family
 from kvs_core.device.cuda.ops.experts import Experts, instances, kernels_for
 from kvs_core.device.cuda.ops.matmul import MAX_ROWS
-from kvs_core.device.cuda.weights import RECORD_TYPES, ROW_TYPES
 from kvs_core.device.host.ops.experts import add_mixture
 from kvs_core.device.host.workers import Team
 from kvs_core.device.operands import Activation, MixtureWeights

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from kvs_core.device.base import StepSizes
 from kvs_core.device.cuda.cublas import CublasGemm
+from kvs_core.device.cuda.matrices import CudaWeight
 from kvs_core.device.cuda.ops.matmul import DecodeMatmul
 from kvs_core.device.cuda.ops.prefill_matmul import SLAB_BYTES, PrefillMatmul, slab_rows
-from kvs_core.device.cuda.weights import CudaWeight, WeightStore
+from kvs_core.device.cuda.weights import WeightStore
 from kvs_core.device.operands import Activation, Buffer
 from kvs_core.errors import DeviceError
 from kvs_core.formats.gguf import TensorInfo

@@ -12,6 +12,7 @@ import numpy as np
 from kvs_core.device.base import Capabilities, StepInputs, StepSizes
 from kvs_core.device.cuda.context import Context
 from kvs_core.device.cuda.kernel import Gemm, Kernel, Launcher
+from kvs_core.device.cuda.matrices import CudaWeight, ExpertStack
 from kvs_core.device.cuda.ops import attend_decode, attend_prefill, embed, gdn, shift_kv, write_kv
 from kvs_core.device.cuda.ops.attend_decode import LEAST_SHARED_FOR_512, AttendDecode
 from kvs_core.device.cuda.ops.attend_prefill import AttendPrefill
@@ -32,7 +33,7 @@ from kvs_core.device.cuda.ops.shift_kv import ShiftKv
 from kvs_core.device.cuda.ops.write_kv import WriteKv
 from kvs_core.device.cuda.plan import DevicePlan
 from kvs_core.device.cuda.steps import PlanTables
-from kvs_core.device.cuda.weights import CudaWeight, ExpertStack, Upload
+from kvs_core.device.cuda.weights import Upload
 from kvs_core.device.operands import (
     Activation,
     AttentionParams,

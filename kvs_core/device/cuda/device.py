@@ -19,13 +19,14 @@ from kvs_core.device.cuda import unified
 from kvs_core.device.cuda.context import Context
 from kvs_core.device.cuda.cuda_ops import CudaOps
 from kvs_core.device.cuda.kernel import address
+from kvs_core.device.cuda.matrices import CudaWeight, RowsSection
 from kvs_core.device.cuda.outline import CudaOutline
 from kvs_core.device.cuda.runtime import Graph, Runtime
 from kvs_core.device.cuda.stage import PageableCopies
 from kvs_core.device.cuda.steps import PlanTables, StepTable
 from kvs_core.device.cuda.streams import CaptureState, CudaStream, EventPool
 from kvs_core.device.cuda.uploads import FileBytes
-from kvs_core.device.cuda.weights import CudaWeight, RowsSection, WeightStore, part_bytes
+from kvs_core.device.cuda.weights import WeightStore, part_bytes
 from kvs_core.device.host.ops.basic import turn_by
 from kvs_core.device.operands import Activation, AttentionParams, Buffer, GdnShape, PassingWeight, RopeTable, Weight
 from kvs_core.device.ops import Ops

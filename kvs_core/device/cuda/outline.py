@@ -13,16 +13,9 @@ import numpy as np
 
 from kvs_core.device.cuda.cuda_ops import CudaOps
 from kvs_core.device.cuda.kernel import Launcher
+from kvs_core.device.cuda.matrices import CudaWeight, Quant, RecordSection, RowsSection
 from kvs_core.device.cuda.ops.embed import Rope
-from kvs_core.device.cuda.weights import (
-    CudaWeight,
-    Quant,
-    RecordSection,
-    RowsSection,
-    WeightStore,
-    part_bytes,
-    repack_kernel,
-)
+from kvs_core.device.cuda.weights import WeightStore, part_bytes, repack_kernel
 from kvs_core.device.operands import Activation, AttentionParams, Buffer, GdnShape, PassingWeight, RopeTable, Weight
 from kvs_core.device.ops import Ops
 from kvs_core.formats.gguf import TensorInfo
@@ -116,7 +109,7 @@ class _Shapes(WeightStore):
     def _fill_rows(self, infos: Sequence[TensorInfo], quant: Quant, held: Buffer) -> None:
         pass
 
-    def _fill_records(self, infos: Sequence[TensorInfo], n_rows: int, interleaved: bool, records: Buffer) -> None:
+    def _fill_records(self, infos: Sequence[TensorInfo], n_rows: int, half_rows: int, records: Buffer) -> None:
         pass
 
 

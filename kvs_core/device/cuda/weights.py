@@ -1,10 +1,4 @@
-"""A model's matrices on the GPU: as weight records where ``matmul_decode.cu`` has the type, else as in the file.
-
-A ``CudaWeight`` joins tensors, their rows one after the other. Consecutive tensors whose type is kept in the same way
-form a section:
-
-    RecordSection  tiles of 16 rows x 256 columns, see ``cuda_src/common/records.cuh``; rows and columns padded by zeros
-    RowsSection    rows of GGUF blocks, back to back: a type of ``ROW_TYPES``
+"""A model's matrices on their way to the GPU, into the forms of ``matrices.py``.
 
 Bytes come from the file (or from a generator) through ``Source``, piece by piece, and are repacked on the GPU.
 """
@@ -12,35 +6,33 @@ Bytes come from the file (or from a generator) through ``Source``, piece by piec
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from itertools import groupby
 from math import prod
 
 import numpy as np
-from gguf.constants import GGMLQuantizationType
 
 from kvs_core.device.cuda.kernel import I32, PTR, Kernel, Launcher
+from kvs_core.device.cuda.matrices import (
+    BLOCK,
+    RECORD_TYPES,
+    TILE_ROWS,
+    CudaWeight,
+    ExpertPart,
+    ExpertStack,
+    Quant,
+    RecordSection,
+    RowsSection,
+    Section,
+    held_type,
+    record_bytes,
+)
 from kvs_core.device.operands import Buffer
 from kvs_core.errors import CapabilityError
 from kvs_core.formats.gguf import TensorInfo
 from kvs_core.formats.quants import dequantize_rows, row_bytes
 from kvs_core.units import MIB, align_up, ceil_div
-
-Quant = GGMLQuantizationType
-
-RECORD_TYPES = (
-    Quant.Q8_0, Quant.Q4_K, Quant.Q5_K, Quant.Q6_K, Quant.IQ4_XS, Quant.Q4_0, Quant.Q4_1, Quant.Q5_0, Quant.Q5_1,
-    Quant.IQ4_NL,
-)
-"""Types that are kept as records."""
-
-ROW_TYPES = (Quant.F32, Quant.F16, Quant.BF16, Quant.Q2_K, Quant.Q3_K)
-"""Types that stay as in the file. Those of neither list become float16."""
-
-TILE_ROWS = 16
-BLOCK = 256
-"""Columns of a record."""
 
 PIECE_BYTES = 64 * MIB
 """Of the file, on the device at once while records are made of them; long enough for the link's full rate."""
@@ -57,109 +49,6 @@ Download = Callable[[np.ndarray, Buffer], None]
 Source = Callable[[TensorInfo, int, Buffer], None]
 """source(info, first, out): fill ``out``, uint8 on the device, with the tensor's bytes [first, first + len(out)).
 On the compute stream: it may return before they are there, and work enqueued earlier may still read ``out``."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RecordSection:
-    """Rows [first_row, first_row + n_rows) of a weight as records.
-
-    records      uint8 [n_tiles * n_blocks * record bytes]
-    interleaved  tile i holds rows 8 i .. 8 i + 7 of the first half (gate) and the same of the second half (up)
-    bias         float32 [n_rows] or None
-    """
-
-    quant: Quant
-    first_row: int
-    n_rows: int
-    n_blocks: int
-    records: Buffer
-    interleaved: bool
-    bias: Buffer | None
-
-    @property
-    def n_tiles(self) -> int:
-        """Row tiles."""
-        return ceil_div(self.n_rows, TILE_ROWS)
-
-    @property
-    def tile_step(self) -> int:
-        """Rows from the first of a tile to the first of the next."""
-        return TILE_ROWS // 2 if self.interleaved else TILE_ROWS
-
-    @property
-    def half_step(self) -> int:
-        """Rows from the first half of a tile to the second."""
-        return self.n_rows // 2 if self.interleaved else TILE_ROWS // 2
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RowsSection:
-    """Rows [first_row, first_row + n_rows) of a weight as in the file, or as float16.
-
-    rows  uint8 [n_rows * row_bytes]: blocks of ``quant``
-    bias  float32 [n_rows] or None
-    """
-
-    quant: Quant
-    first_row: int
-    n_rows: int
-    row_bytes: int
-    rows: Buffer
-    bias: Buffer | None
-
-
-Section = RecordSection | RowsSection
-
-
-@dataclass(slots=True, eq=False)
-class CudaWeight:
-    """A matrix [n_out, n_in], perhaps of several tensors. See ``Weight`` in ``device/operands.py``.
-
-    sections  others, in another place, after ``CudaPart.lie_in``; so are the ``parts`` of an ``ExpertStack``
-    bias      float32 [n_out] or None; sections have views of it
-    """
-
-    name: str
-    n_in: int
-    n_out: int
-    sections: tuple[Section, ...]
-    bias: Buffer | None
-
-    @property
-    def swiglu(self) -> RecordSection | None:
-        """The only section, if its tiles hold gate and up rows side by side."""
-        return _swiglu(self.sections[0])
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ExpertPart:
-    """One tensor of experts: expert e has ``n_rows`` rows of the section, the first at ``first_row + e * n_rows``.
-
-    column  of an expert's products with them, the first
-    """
-
-    section: Section
-    first_row: int
-    n_rows: int
-    column: int
-
-
-@dataclass(slots=True, eq=False)
-class ExpertStack:
-    """The matrices [n_out, n_in] of ``count`` experts."""
-
-    n_in: int
-    n_out: int
-    count: int
-    parts: tuple[ExpertPart, ...]
-
-    @property
-    def swiglu(self) -> RecordSection | None:
-        """The only section, if its tiles hold gate and up rows side by side: those of an expert follow each other."""
-        return _swiglu(self.parts[0].section)
-
-    def __len__(self) -> int:
-        return self.count
 
 
 class CudaPart:
@@ -190,10 +79,6 @@ class CudaPart:
             self._stack.parts = tuple(replace(part, section=moved[part.section]) for part in self._stack.parts)
 
 
-def _swiglu(first: Section) -> RecordSection | None:
-    return first if isinstance(first, RecordSection) and first.interleaved else None
-
-
 def held_bytes(info: TensorInfo) -> int:
     """Bytes of a matrix of its own, in whole tiles or in rows; of experts, of all of them."""
     n_in, n_out = _flat(info).shape
@@ -214,20 +99,10 @@ def part_bytes(infos: Iterable[TensorInfo]) -> int:
     return sum(align_up(held_bytes(info), _ALIGNMENT) for info in infos)
 
 
-def record_bytes(quant: Quant) -> int:
-    """Bytes of a record: those of 16 rows of 256 values in the file."""
-    return TILE_ROWS * row_bytes(quant, BLOCK)
-
-
-def held_type(quant: Quant) -> Quant:
-    """The type in which values of that type are held."""
-    return quant if quant in RECORD_TYPES or quant in ROW_TYPES else Quant.F16
-
-
 @cache
 def repack_kernel(quant: Quant) -> Kernel:
     """GGUF rows to records."""
-    return Kernel("repack.cu", "repack", (PTR, I32, I32, I32, I32, I32, I32, PTR), (("TYPE", quant.name),))
+    return Kernel("repack.cu", "repack", (PTR, I32, I32, I32, I32, I32, PTR), (("TYPE", quant.name),))
 
 
 def instances(arch: int) -> Iterator[Kernel]:
@@ -314,7 +189,7 @@ class WeightStore:
                     f"{info.name}: experts of {info.shape[1]} rows of {n_in} {info.quant.name} have no kernel on a "
                     f"GPU, which takes multiples of {step} and 4; use --device cpu"
                 )
-        weight = self._load([_flat(info) for info in infos], (None,) * len(infos), take)
+        weight = self._load(infos, (None,) * len(infos), take)
         parts = []
         row = column = 0   # of the weight, and of an expert
         for info in infos:
@@ -329,10 +204,11 @@ class WeightStore:
     def _load(
         self, infos: Sequence[TensorInfo], biases: Sequence[TensorInfo | None], take: Allocate
     ) -> CudaWeight:
+        bias = self._bias(infos, biases)
+        half_rows = _half_rows(infos) if bias is None else 0
+        infos = [_flat(info) for info in infos]
         n_in = infos[0].shape[0]
         assert all(info.shape[0] == n_in for info in infos)
-        bias = self._bias(infos, biases)
-        interleaved = bias is None and _gate_and_up(infos)
         sections: list[Section] = []
         first_row = 0
         for quant, group in groupby(infos, key=lambda info: held_type(info.quant)):
@@ -340,9 +216,9 @@ class WeightStore:
             n_rows = sum(info.shape[1] for info in parts)
             own_bias = None if bias is None else bias[first_row : first_row + n_rows]
             if quant in RECORD_TYPES:
-                records = self._records(parts, n_rows, interleaved, take)
+                records = self._records(parts, n_rows, half_rows, take)
                 n_blocks = ceil_div(n_in, BLOCK)
-                sections.append(RecordSection(quant, first_row, n_rows, n_blocks, records, interleaved, own_bias))
+                sections.append(RecordSection(quant, first_row, n_rows, n_blocks, records, half_rows > 0, own_bias))
             else:
                 rows = self._rows(parts, quant, take)
                 sections.append(RowsSection(quant, first_row, n_rows, row_bytes(quant, n_in), rows, own_bias))
@@ -385,28 +261,27 @@ class WeightStore:
                     self._source(_as_halves(info, row, count), 0, out)
                 at += count * size
 
-    def _records(self, infos: Sequence[TensorInfo], n_rows: int, interleaved: bool, take: Allocate) -> Buffer:
+    def _records(self, infos: Sequence[TensorInfo], n_rows: int, half_rows: int, take: Allocate) -> Buffer:
         quant, n_in = infos[0].quant, infos[0].shape[0]
         n_tiles, n_blocks = ceil_div(n_rows, TILE_ROWS), ceil_div(n_in, BLOCK)
         records = take(n_tiles * n_blocks * record_bytes(quant))
-        self._fill_records(infos, n_rows, interleaved, records)
+        self._fill_records(infos, n_rows, half_rows, records)
         return records
 
-    def _fill_records(self, infos: Sequence[TensorInfo], n_rows: int, interleaved: bool, records: Buffer) -> None:
+    def _fill_records(self, infos: Sequence[TensorInfo], n_rows: int, half_rows: int, records: Buffer) -> None:
+        """``half_rows``: see ``_half_rows``."""
         quant, n_in = infos[0].quant, infos[0].shape[0]
-        n_blocks = ceil_div(n_in, BLOCK)
         first_row = 0
-        for half, info in enumerate(infos):
-            at = 0 if interleaved else first_row
-            ends = not interleaved and first_row + info.shape[1] == n_rows
+        for info in infos:
+            ends = first_row + info.shape[1] == n_rows
             for row, count, piece in self._pieces(info):
                 # The last rows bring the padding of the last tile with them.
                 written = count
                 if ends and row + count == info.shape[1]:
                     written += align_up(n_rows, TILE_ROWS) - n_rows
                 self._launcher.launch(
-                    repack_kernel(quant), (ceil_div(written, _ROWS_PER_GROUP), n_blocks, 1), 32 * _ROWS_PER_GROUP,
-                    (piece, count, written, n_in, at + row, int(interleaved), half, records),
+                    repack_kernel(quant), (ceil_div(written, _ROWS_PER_GROUP), ceil_div(n_in, BLOCK), 1),
+                    32 * _ROWS_PER_GROUP, (piece, count, written, n_in, first_row + row, half_rows, records),
                 )
             first_row += info.shape[1]
 
@@ -430,15 +305,19 @@ def _given(infos: Sequence[TensorInfo], biases: Sequence[TensorInfo | None]) -> 
     return tuple(biases) if any(bias is not None for bias in biases) else (None,) * len(infos)
 
 
-def _gate_and_up(infos: Sequence[TensorInfo]) -> bool:
-    """Whether these are the two halves of a SwiGLU that can share tiles."""
-    if len(infos) != 2:
-        return False
-    gate, up = infos
-    return (
-        "ffn_gate" in gate.name and "ffn_up" in up.name and gate.quant is up.quant and gate.quant in RECORD_TYPES
-        and gate.shape == up.shape and gate.shape[1] % (TILE_ROWS // 2) == 0
-    )
+def _half_rows(infos: Sequence[TensorInfo]) -> int:
+    """Of gates and ups that can share tiles: rows of gates before as many of ups, again and again. Of others 0."""
+    if len(infos) == 1:   # an expert's gate before its up, in one tensor
+        (both,) = infos
+        rows = both.shape[1] // 2
+        alike = "ffn_gate_up_exps" in both.name
+    elif len(infos) == 2:
+        gate, up = infos
+        rows = _flat(gate).shape[1]
+        alike = "ffn_gate" in gate.name and "ffn_up" in up.name and gate.quant is up.quant and gate.shape == up.shape
+    else:
+        return 0
+    return rows if alike and infos[0].quant in RECORD_TYPES and rows % (TILE_ROWS // 2) == 0 else 0
 
 
 def _as_halves(info: TensorInfo, first_row: int, n_rows: int) -> TensorInfo:

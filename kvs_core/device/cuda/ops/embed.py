@@ -11,9 +11,10 @@ from gguf.constants import GGMLQuantizationType
 
 from kvs_core.device.cuda.context import Context
 from kvs_core.device.cuda.kernel import F32, I32, I64, PTR, Kernel, address
+from kvs_core.device.cuda.matrices import CudaWeight, RowsSection
 from kvs_core.device.cuda.ops.matmul_rows import BLOCK_TYPES, TILE
 from kvs_core.device.cuda.tables import STEP_TOKENS
-from kvs_core.device.cuda.weights import CudaWeight, RowsSection, Upload
+from kvs_core.device.cuda.weights import Upload
 from kvs_core.device.operands import Buffer, RopeTable
 from kvs_core.memory.phases import Phase
 from kvs_core.units import ceil_div

@@ -25,10 +25,7 @@ import numpy as np
 from kvs_core.device.base import StepSizes
 from kvs_core.device.cuda.context import Context
 from kvs_core.device.cuda.kernel import F32, I32, I64, PTR, Kernel, address
-from kvs_core.device.cuda.ops.matmul import DecodeMatmul, Normed, quant_grid
-from kvs_core.device.cuda.ops.matmul_kernels import ACT_BYTES, GATES, OUTPUTS, QUANT, Output
-from kvs_core.device.cuda.ops.prefill_matmul import PrefillMatmul
-from kvs_core.device.cuda.weights import (
+from kvs_core.device.cuda.matrices import (
     BLOCK,
     RECORD_TYPES,
     ROW_TYPES,
@@ -40,6 +37,9 @@ from kvs_core.device.cuda.weights import (
     RowsSection,
     record_bytes,
 )
+from kvs_core.device.cuda.ops.matmul import DecodeMatmul, Normed, quant_grid
+from kvs_core.device.cuda.ops.matmul_kernels import ACT_BYTES, GATES, OUTPUTS, QUANT, Output
+from kvs_core.device.cuda.ops.prefill_matmul import PrefillMatmul
 from kvs_core.device.operands import Activation, Buffer, ExpertWeights, MixtureWeights, Weight
 from kvs_core.device.workspace import BufferSpec
 from kvs_core.memory.phases import Phase

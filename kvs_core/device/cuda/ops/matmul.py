@@ -22,6 +22,7 @@ import numpy as np
 from kvs_core.device.base import StepSizes
 from kvs_core.device.cuda.context import Context
 from kvs_core.device.cuda.kernel import Kernel, address
+from kvs_core.device.cuda.matrices import BLOCK, CudaWeight, RecordSection, RowsSection
 from kvs_core.device.cuda.ops import matmul_rows
 from kvs_core.device.cuda.ops.matmul_kernels import (
     ACT_BYTES,
@@ -47,7 +48,6 @@ from kvs_core.device.cuda.ops.matmul_kernels import (
 )
 from kvs_core.device.cuda.ops.matmul_rows import RowsDequant, RowsMatmul
 from kvs_core.device.cuda.ops.norm import Norm
-from kvs_core.device.cuda.weights import BLOCK, CudaWeight, RecordSection, RowsSection
 from kvs_core.device.operands import Activation, Buffer
 from kvs_core.device.workspace import BufferSpec
 from kvs_core.memory.phases import Phase

@@ -8,7 +8,7 @@ from enum import Enum
 from functools import cache
 
 from kvs_core.device.cuda.kernel import F32, I32, I64, PTR, Kernel
-from kvs_core.device.cuda.weights import BLOCK, RECORD_TYPES, Quant, record_bytes
+from kvs_core.device.cuda.matrices import BLOCK, RECORD_TYPES, Quant, record_bytes
 from kvs_core.device.operands import Activation
 from kvs_core.errors import CapabilityError
 from kvs_core.units import align_up, ceil_div

@@ -9,7 +9,7 @@ from gguf.constants import GGMLQuantizationType
 
 from kvs_core.device.cuda.context import Context
 from kvs_core.device.cuda.kernel import F32, I32, I64, PTR, Kernel, address
-from kvs_core.device.cuda.weights import RowsSection
+from kvs_core.device.cuda.matrices import RowsSection
 from kvs_core.device.operands import Buffer
 from kvs_core.units import align_up, ceil_div
 

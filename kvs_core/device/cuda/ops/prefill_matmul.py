@@ -19,8 +19,8 @@ import numpy as np
 from kvs_core.device.base import StepSizes
 from kvs_core.device.cuda.context import Context
 from kvs_core.device.cuda.kernel import F32, I32, PTR, Gemm, Kernel, address
+from kvs_core.device.cuda.matrices import CudaWeight, RecordSection, record_bytes
 from kvs_core.device.cuda.ops.norm import Norm
-from kvs_core.device.cuda.weights import CudaWeight, RecordSection, record_bytes
 from kvs_core.device.operands import Activation, Buffer
 from kvs_core.device.workspace import BufferSpec
 from kvs_core.memory.phases import Phase
