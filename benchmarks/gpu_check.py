@@ -238,7 +238,7 @@ PARTS: dict[str, Callable[[Rates, Report], None]] = {
 }
 
 
-PATH_PARTS = ("resident", "streamed")
+PATH_PARTS = ("resident", "streamed", "prefill")
 """What is run where a path of the kernels is asked for."""
 PATH_BARS = {"q4_k, 1 row: weights / time / HBM": 0.50, ": step / max(kernels, link)": 1.05}
 """By the end of a line's name, what it must reach there; the other lines have no mark."""

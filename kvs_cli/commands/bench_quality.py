@@ -63,7 +63,7 @@ def needle(
     is taken greedily; the number has to be right to its last digit. Prints a table of shares; with --output also
     needle.csv (a row per prompt), needle.json, and the heat map needle.png.
 
-    Example: kvs bench needle --lengths 4096:32768:4096 --depths 0:100:10 --kv-stream-arena-mib 8 --output needle
+    Example: kvs bench needle --lengths 4096:32768:4096 --depths 0,50,100 --kv-stream-arena-mib 8 --output needle
     """
     from kvs_cli.quality.haystack import MOST_FACTS
     from kvs_cli.quality.needle import NeedleGrid, run_needle

@@ -5,10 +5,14 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from rich.console import Console
+from rich.text import Text
 
 from kvs_cli import app
 from kvs_cli.completion import SHELLS, completion_script
@@ -49,6 +53,24 @@ def test_errors_end_with_1(line: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert captured.out == ""
     assert captured.err.startswith("error: ")
     assert captured.err.count("\n") == 1
+
+
+def commands_of(command: Any, *names: str) -> Iterator[tuple[str, Any]]:
+    """A command and all below it, each with its words."""
+    yield " ".join(names), command
+    for name, below in getattr(command, "commands", {}).items():
+        yield from commands_of(below, *names, name)
+
+
+def test_help_is_printed_as_it_is_written() -> None:
+    """Nothing in it is taken for markup or for the name of an emoji, as ``0:100:10`` would be."""
+    seen = 0
+    for names, command in commands_of(typer.main.get_command(app.app)):
+        for text in (command.help, *(getattr(each, "help", None) for each in command.params)):
+            if text:
+                assert Text.from_markup(text).plain == text, names
+                seen += 1
+    assert seen > 60
 
 
 def test_an_unknown_flag_is_named_as_llama_server_names_it(capsys: pytest.CaptureFixture[str]) -> None:
