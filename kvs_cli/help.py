@@ -31,14 +31,14 @@ _USAGE: Mapping[Command, str] = MappingProxyType({
 _EXAMPLES: Mapping[Command, tuple[tuple[str, str], ...]] = MappingProxyType({
     "run": (
         ("kvs run -m model.gguf --chat -p 'Why is the sky blue?' -n 200", "Ask a question."),
-        ("kvs run book.txt -m model.gguf -ctk q8_0 -ctv q4_0 --kv-stream-arena-mib 64",
-         "Read a long text with 64 MiB for its KV cache: the rest of it is streamed, the answer is the same."),
+        ("kvs run book.txt -m model.gguf -ctk q8_0 -ctv q4_0 --kv-stream-arena-mib 512",
+         "Read a long text with 512 MiB for its KV cache: the rest of it is streamed, the answer is the same."),
         ("git diff | kvs run - -m model.gguf --temp 0 --json > result.json",
          "Read the prompt from a pipe, take the likeliest tokens, and keep the numbers."),
     ),
     "info": (
         ("kvs info model.gguf", "What is in the file."),
-        ("kvs info model.gguf -c 32768 -ctk q8_0 -ctv q4_0 --kv-stream-arena-mib 64",
+        ("kvs info model.gguf -c 32768 -ctk q8_0 -ctv q4_0 --kv-stream-arena-mib 512",
          "The memory plan for a context of 32768 tokens."),
     ),
     "plan": (

@@ -63,7 +63,7 @@ def needle(
     is taken greedily; the number has to be right to its last digit. Prints a table of shares; with --output also
     needle.csv (a row per prompt), needle.json, and the heat map needle.png.
 
-    Example: kvs bench needle --lengths 4096:32768:4096 --depths 0,50,100 --kv-stream-arena-mib 8 --output needle
+    Example: kvs bench needle --lengths 4096:32768:4096 --depths 0,50,100 --kv-stream-arena-mib 16 --output needle
     """
     from kvs_cli.quality.haystack import MOST_FACTS
     from kvs_cli.quality.needle import NeedleGrid, run_needle
@@ -93,7 +93,7 @@ def perplexity(
     per byte and perplexity with their standard errors, which take tokens as independent; with --output also
     perplexity.csv (a row per window) and perplexity.json. Bits per byte can be compared between tokenizers.
 
-    Example: kvs bench perplexity -m model.gguf -c 8192 --tokens 100000 -ctk q8_0 -ctv q4_0 --kv-stream-arena-mib 64
+    Example: kvs bench perplexity -m model.gguf -c 8192 --tokens 100000 -ctk q8_0 -ctv q4_0 --kv-stream-arena-mib 512
     """
     from kvs_cli.quality.perplexity import run_perplexity
     from kvs_cli.quality.setup import Bench
