@@ -16,7 +16,7 @@ from contextlib import closing
 
 from kvs_cli import ending
 from kvs_cli.constraint import after_thoughts, run_constraint
-from kvs_cli.open_model import OpenModel, open_engine, open_model, plan_context
+from kvs_cli.open_model import OpenModel, check_keep, open_engine, open_model, plan_context
 from kvs_cli.prompt import prompt_tokens, read_prompt
 from kvs_cli.render import Screen, end_text, log_summary, print_json, write_text
 from kvs_cli.result import FAILED, INTERRUPTED, Drafts, RunResult, Timings
@@ -46,6 +46,7 @@ def execute(settings: RunSettings) -> int:
     context = plan_context(model, settings.engine)
     goes_on = not text and settings.session is not None and settings.session.exists()
     prompt = [] if goes_on else prompt_tokens(model, text, settings.chat, context)
+    check_keep(settings.engine.context, context, prompt_tokens=len(prompt), bos=model.tokenizer.add_bos)
     sampler = _sampler(model, settings)
     rule = run_constraint(settings.constraint, model)
     with open_engine(model, settings.engine, screen) as engine:
@@ -53,6 +54,7 @@ def execute(settings: RunSettings) -> int:
         if settings.session is not None:
             saved = SavedText(engine, model, settings.engine.rope, settings.session)
             prompt = prompt or saved.tokens
+            check_keep(settings.engine.context, context, prompt_tokens=len(prompt), bos=model.tokenizer.add_bos)
             if not (goes_on and settings.engine.context.shift):   # which makes room
                 check_prompt(len(prompt), context, is_session=goes_on)
         if rule is not None and settings.chat.enabled:
