@@ -221,6 +221,16 @@ def test_what_does_not_fit(kvs: Kvs, tiny_llama: Path, free: Callable[[int], Non
     assert "--kv-stream-arena-mib is 1" in error
 
 
+def test_advice_that_helps_no_more_is_not_given(kvs: Kvs, tiny_llama: Path) -> None:
+    """Smaller pages are advised where they are enough, by a number that is, and not where they are the smallest."""
+    tight = ("-c", "8192", "-ub", "256", "--kv-stream-pool-mib", "1")
+    error = kvs("plan", tiny_llama, *SMALL, *tight, "--kv-page-tokens", "256").error
+    assert error.endswith("--kv-stream-pool-mib is 1; raise it, or lower --kv-page-tokens to 128")
+    assert plan(kvs, tiny_llama, *tight, "--kv-page-tokens", "128")["memory"]["fits"]
+    error = kvs("plan", tiny_llama, *SMALL, "-c", "32768", "-ub", "512", "--kv-stream-arena-mib", "1").error
+    assert error.endswith("--kv-stream-arena-mib is 1; raise it, or lower --ubatch-size to 128")
+
+
 def test_the_history_counts_where_the_weights_are(kvs: Kvs, tiny_llama: Path, free: Callable[[int], None]) -> None:
     """On the CPU weights, arena and history share one memory. With room for all of them it fits; a MiB less, and it is
     the history that does not, by that MiB; with less than the others need, it is they."""
