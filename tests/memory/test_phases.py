@@ -161,7 +161,7 @@ def test_one_workspace_per_phase() -> None:
         (1, 8, "decode needs 9 MiB, --kv-stream-arena-mib is 2; raise it"),
     ],
 )
-def test_refusal_names_the_phase_and_what_helps(prefill_mib: int, decode_mib: int, line: str) -> None:
+def test_refusal_names_the_phase_and_both_numbers(prefill_mib: int, decode_mib: int, line: str) -> None:
     """Whichever phase is planned, the line names the larger one and both numbers."""
     sizes = {Phase.PREFILL: prefill_mib * MIB, Phase.DECODE: decode_mib * MIB}
     for phase in Phase:
