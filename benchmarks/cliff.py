@@ -1,6 +1,6 @@
 """Decode speed against what is streamed: where is the cliff, and how near to it does kvs run?
 
-    python benchmarks/cliff.py [--models NAME,NAME] [--points F,F,...] --output FOLDER
+    python benchmarks/cliff.py [--models NAME,NAME] [--points F,F,...] [--commit HASH] --output FOLDER
     python benchmarks/cliff.py --plot FOLDER
 
 Synthetic models (real shapes, random weights) at one context, through arenas from all pages down. A point is named by
@@ -21,6 +21,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+
+from benchmarks.commit import commit  # noqa: E402
 
 MODELS = {"qwen2.5-14b:q4_k": 65536, "gemma4-31b:q4_k": 131072, "gemma4-26b-a4b:q4_k": 131072}
 """With the context of each."""
@@ -84,7 +86,7 @@ def measure(model: str, context: int, arena_mib: int | None, h2d: float) -> Poin
         )
 
 
-def sweep(models: list[str], shares: list[float], folder: Path) -> None:
+def sweep(models: list[str], shares: list[float], folder: Path, commit: str) -> None:
     """Measure, print, and write ``cliff.csv`` and ``machine.json`` after every point."""
     import cupy
 
@@ -92,7 +94,9 @@ def sweep(models: list[str], shares: list[float], folder: Path) -> None:
 
     rates = probe()
     properties = cupy.cuda.runtime.getDeviceProperties(0)
-    machine: dict[str, Any] = {"gpu": properties["name"].decode(), "rates": rates.as_dict(), "synthetic": True}
+    machine: dict[str, Any] = {
+        "gpu": properties["name"].decode(), "commit": commit, "rates": rates.as_dict(), "synthetic": True,
+    }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "machine.json").write_text(json.dumps(machine, indent=1) + "\n")
     points: list[Point] = []
@@ -157,6 +161,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--points", default=",".join(map(str, POINTS)))
+    parser.add_argument("--commit", default="")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--plot", type=Path, metavar="FOLDER")
     args = parser.parse_args()
@@ -165,7 +170,8 @@ def main() -> None:
         return
     if not args.output:
         parser.error("--output FOLDER is missing")
-    sweep(args.models.split(","), [float(share) for share in args.points.split(",")], args.output)
+    shares = [float(share) for share in args.points.split(",")]
+    sweep(args.models.split(","), shares, args.output, args.commit or commit())
 
 
 if __name__ == "__main__":

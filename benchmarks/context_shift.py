@@ -17,7 +17,6 @@ import argparse
 import json
 import os
 import platform
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.commit import commit
 from kvs_core.device.choose import open_device
 from kvs_core.device.cuda.modules import CudaFound, find_cuda
 from kvs_core.engine.checkpoints import Checkpoint
@@ -224,14 +224,13 @@ def main() -> int:
     if not (options.time_only or options.perplexity_only):
         text = found["text"] = three_contexts(bench)
         print(f"{text['tokens']} tokens of text, {text['dropped']} forgotten; the same when streamed: {text['same']}")
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     report = {
         "question": (__doc__ or "").splitlines()[0],
         "machine": {
             "device": device, "cpu": platform.processor() or platform.machine(),
             "cores": os.cpu_count(), "threads": options.threads,
         },
-        "commit": commit,
+        "commit": commit(),
         "command": f"python -m benchmarks.context_shift {options.model.name} --ctx-size {options.ctx_size}"
                    + (f" --text {options.text.name}" if options.text != HARBOUR else "")
                    + (" --time-only" if options.time_only else "")

@@ -28,6 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 import numpy as np  # noqa: E402
 
+from benchmarks.commit import commit  # noqa: E402
 from benchmarks.gpu import runs  # noqa: E402
 from benchmarks.gpu.given_text import Arm, write_by_turns  # noqa: E402
 from benchmarks.gpu.rates import Rates, probe  # noqa: E402
@@ -265,12 +266,6 @@ def run_tests(path: str) -> str:
     )
     print(done.stdout[-6000:] if done.returncode else done.stdout.splitlines()[-1])
     return done.stdout.strip().splitlines()[-1]
-
-
-def commit() -> str:
-    """Of the code that runs, if git knows."""
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    return done.stdout.strip()
 
 
 def main() -> None:

@@ -21,6 +21,10 @@ from time import perf_counter
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.commit import commit  # noqa: E402
+
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 PROSE = ROOT / "tests" / "data" / "harbour.txt"
 N_PARAMS = 134_515_008
@@ -92,7 +96,7 @@ def main() -> None:
     report = {
         "question": __doc__.splitlines()[0],
         "machine": {"cpu": platform.processor() or platform.machine(), "threads": options.threads},
-        "commit": subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip(),
+        "commit": commit(),
         "command": " ".join(["python", "benchmarks/host_speed.py", *sys.argv[1:]]),
         "weight_read_gb_per_s": rate,
         "decode_floor_tps": floor_tps,

@@ -18,7 +18,6 @@ import argparse
 import json
 import lzma
 import platform
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from random import Random
 from time import perf_counter
 from typing import Any
 
+from benchmarks.commit import commit
 from benchmarks.demo_model.words import NOUNS
 from kvs_core.demo import DEMO_MODEL
 from kvs_core.device.host.device import HostDevice
@@ -42,7 +42,6 @@ from kvs_core.sampling.params import SamplingParams
 from kvs_core.settings.drafters import ModelDraftSettings, SpeculativeSettings
 from kvs_core.settings.rooms import ContextSettings, KvSettings, RopeSettings
 
-ROOT = Path(__file__).resolve().parents[1]
 NGRAMS = ("ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache")
 TEMPERATURES = (0.0, 0.8)
 PAGE_TOKENS = 64
@@ -197,11 +196,10 @@ def main() -> int:
     print_table("draft-mtp, held-out prompts", tables["mtp"], ("temperature", "n_max"))
     print_table("n-gram types, words that are copied", tables["ngram"], ("type",))
     print_table("draft-resident, held-out text", tables["resident"], ("prompt", "share", "resident_pages", "pages"))
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     report = {
         "question": (__doc__ or "").splitlines()[0],
         "machine": {"device": "cpu", "cpu": platform.processor() or platform.machine(), "threads": options.threads},
-        "commit": commit,
+        "commit": commit(),
         "command": " ".join(["python -m benchmarks.speculation", *sys.argv[1:]]),
         "model": "kvs-demo.gguf, K and V in f16",
         "seconds": round(perf_counter() - start, 1),

@@ -25,15 +25,17 @@ from kvs_cli.ending import (
     OutputError,
     ReaderLeft,
     drop,
+    error_text,
     open_missing_streams,
     printable,
     writing,
 )
+from kvs_cli.error_object import NO_TEXT, error_object
 from kvs_cli.help import print_help
 from kvs_cli.logging import configure_logging
 from kvs_cli.options import Parsed, parse
 from kvs_cli.own_line import begin_line
-from kvs_core.errors import LESS_MEMORY, KvsError, SettingsError
+from kvs_core.errors import KvsError, SettingsError
 from kvs_core.settings import LoggingSettings
 from kvs_core.settings.setting import Command
 from kvs_core.settings.typed import info_settings, logging_settings, plan_settings, run_settings, serve_settings
@@ -78,35 +80,42 @@ def _kvs(
 
 @app.command(cls=_RawCommand, help="Continue a prompt. kvs run --help shows its settings.")
 def run(ctx: typer.Context) -> None:
-    parsed = _begin("run", ctx.args)
-    settings = run_settings(parsed.values, parsed.explicit, parsed.positionals)
-    from kvs_cli.commands.run import execute
+    parsed = _read("run", ctx.args)
+    with error_object(due=parsed.values["json"], facts=NO_TEXT) as told:
+        _begin(parsed)
+        settings = run_settings(parsed.values, parsed.explicit, parsed.positionals)
+        from kvs_cli.commands.run import execute
 
-    raise typer.Exit(execute(settings))
+        raise typer.Exit(execute(settings, told))
 
 
 @app.command(cls=_RawCommand, help="Show a model and its memory plan. kvs info --help shows its settings.")
 def info(ctx: typer.Context) -> None:
-    parsed = _begin("info", ctx.args)
-    settings = info_settings(parsed.values, parsed.positionals)
-    from kvs_cli.commands.info import execute
+    parsed = _read("info", ctx.args)
+    with error_object(due=parsed.values["json"]):
+        _begin(parsed)
+        settings = info_settings(parsed.values, parsed.positionals)
+        from kvs_cli.commands.info import execute
 
-    raise typer.Exit(execute(settings))
+        raise typer.Exit(execute(settings))
 
 
 @app.command(cls=_RawCommand, help="Foretell memory and speed of a model, before it is loaded. kvs plan --help shows "
                                    "its settings.")
 def plan(ctx: typer.Context) -> None:
-    parsed = _begin("plan", ctx.args)
-    settings = plan_settings(parsed.values, parsed.positionals)
-    from kvs_cli.commands.plan import execute
+    parsed = _read("plan", ctx.args)
+    with error_object(due=parsed.values["json"]):
+        _begin(parsed)
+        settings = plan_settings(parsed.values, parsed.positionals)
+        from kvs_cli.commands.plan import execute
 
-    raise typer.Exit(execute(settings))
+        raise typer.Exit(execute(settings))
 
 
 @app.command(cls=_RawCommand, help="Serve a model over HTTP. kvs serve --help shows its settings.")
 def serve(ctx: typer.Context) -> None:
-    parsed = _begin("serve", ctx.args)
+    parsed = _read("serve", ctx.args)
+    _begin(parsed)
     settings = serve_settings(parsed.values, parsed.explicit, parsed.positionals)
     from kvs_cli.commands.serve import execute
 
@@ -156,15 +165,19 @@ def completion(shell: Annotated[str, typer.Argument(help="bash, zsh or fish")] =
     _print(completion_script(shell, COMMANDS))
 
 
-def _begin(command: Command, argv: Sequence[str]) -> Parsed:
-    """Read the settings, do what ends the command early, print notices and set up logging."""
+def _read(command: Command, argv: Sequence[str]) -> Parsed:
+    """Read the settings, and do what ends the command early."""
     parsed = parse(argv, os.environ, command)
     if _act(parsed, command):
         raise typer.Exit(0)
+    return parsed
+
+
+def _begin(parsed: Parsed) -> None:
+    """Print notices and set up logging."""
     for notice in parsed.notices:
         _say(notice)
     configure_logging(logging_settings(parsed.values))
-    return parsed
 
 
 def _act(parsed: Parsed, command: Command) -> bool:
@@ -223,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         drop(sys.stdout)
         return FAILED if isinstance(error, ReaderLeft) else _fail(str(error))
     except KvsError as error:
-        return _fail(str(error))
+        return _fail(error_text(error))
     except _UsageError as error:
         said = cast("Any", error).format_message().rstrip(".")
         where = cast("Any", error).ctx
@@ -234,11 +247,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader has left in the middle of the help that typer prints
         drop(sys.stdout)
         return FAILED
-    except OSError as error:  # one that no adapter has made an error of kvs
+    except OSError as error:
         drop(sys.stdout)
-        return _fail(f"the system says: {error}; check what it names, and try again")
-    except MemoryError:
-        return _fail(f"out of memory; {LESS_MEMORY}")
+        return _fail(error_text(error))
+    except MemoryError as error:
+        return _fail(error_text(error))
 
 
 def _print(text: str) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TextIO
 
-from kvs_core.errors import KvsError
+from kvs_core.errors import LESS_MEMORY, KvsError
 
 FAILED = 1
 INTERRUPTED = 130
@@ -21,6 +21,13 @@ class OutputError(KvsError):
 
 class ReaderLeft(OutputError):
     """Whoever read stdout has closed it, which is nothing to tell anybody."""
+
+
+def error_text(error: KvsError | OSError | MemoryError) -> str:
+    """The line about an error that ends a command. One of the system is what no adapter has made an error of kvs."""
+    if isinstance(error, OSError):
+        return f"the system says: {error}; check what it names, and try again"
+    return f"out of memory; {LESS_MEMORY}" if isinstance(error, MemoryError) else str(error)
 
 
 @contextmanager

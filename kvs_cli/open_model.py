@@ -17,7 +17,9 @@ from kvs_core.demo import DEMO_MODEL
 from kvs_core.device.base import Device
 from kvs_core.device.choose import open_device
 from kvs_core.engine.budget import Drafting
+from kvs_core.engine.context_shift import most_kept
 from kvs_core.engine.engine import Engine
+from kvs_core.errors import SettingsError
 from kvs_core.formats.finite import check_finite
 from kvs_core.formats.gguf import GgufFile, parse_override
 from kvs_core.formats.hub import fetch_url, resolve_hf
@@ -27,6 +29,7 @@ from kvs_core.models.spec import ModelSpec
 from kvs_core.models.synthetic import synthetic_model
 from kvs_core.settings import (
     ContextPlan,
+    ContextSettings,
     DeviceSettings,
     EngineSettings,
     HubModel,
@@ -35,7 +38,7 @@ from kvs_core.settings import (
     SyntheticModel,
     UrlModel,
 )
-from kvs_core.settings.rooms import AS_IN_FILE
+from kvs_core.settings.rooms import AS_IN_FILE, CONTEXT_STEP_TOKENS
 from kvs_core.speculative.drafter import verify_width
 from kvs_core.units import MIB
 
@@ -81,7 +84,27 @@ def plan_context(model: OpenModel, settings: EngineSettings) -> ContextPlan:
             "(--override-kv %s.context_length=int:N says otherwise)",
             settings.context.ctx_size, model.spec.n_ctx_train, plan.context_tokens, model.spec.arch,
         )
+    elif 0 < settings.context.ctx_size < plan.context_tokens:
+        is_step = plan.context_tokens % CONTEXT_STEP_TOKENS == 0
+        LOGGER.info(
+            "context: %d tokens; --ctx-size %d is rounded up to %s", plan.context_tokens, settings.context.ctx_size,
+            f"a multiple of {CONTEXT_STEP_TOKENS}" if is_step else "the longest context of the model",
+        )
     return plan
+
+
+def check_keep(settings: ContextSettings, context: ContextPlan, *, prompt_tokens: int, bos: bool) -> None:
+    """``SettingsError`` for a ``--keep`` that leaves context shifts no room.
+
+    prompt_tokens  what -1 keeps; bos: one token more stays
+    """
+    kept, most = prompt_tokens if settings.keep < 0 else settings.keep, most_kept(context.context_tokens, bos=bos)
+    if settings.shift and kept > most:
+        prompt = f", a prompt of {prompt_tokens} tokens," if settings.keep < 0 else ""
+        raise SettingsError(
+            f"--keep {settings.keep}{prompt} leaves --context-shift no room in a context of {context.context_tokens} "
+            f"tokens; keep at most {most}, or raise --ctx-size"
+        )
 
 
 @contextmanager

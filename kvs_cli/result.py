@@ -96,6 +96,16 @@ class Drafts:
         }
 
 
+def model_facts(path: Path, spec: ModelSpec, *, synthetic: bool) -> dict[str, Any]:
+    """The part of the object that ``--json`` prints which a model's file tells."""
+    return {
+        "model": {
+            "path": str(path), "arch": spec.arch, "name": spec.name, "n_layer": spec.n_layer, "n_params": spec.n_params,
+        },
+        "synthetic": synthetic,
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class RunResult:
     """One run.
@@ -133,14 +143,7 @@ class RunResult:
         """The object that ``--json`` prints. Keys are never renamed."""
         kv, stats = self.kv, self.kv.stats
         return {
-            "model": {
-                "path": str(self.path),
-                "arch": self.spec.arch,
-                "name": self.spec.name,
-                "n_layer": self.spec.n_layer,
-                "n_params": self.spec.n_params,
-            },
-            "synthetic": self.synthetic,
+            **model_facts(self.path, self.spec, synthetic=self.synthetic),
             "device": self.device,
             "prompt_tokens": self.timings.prompt_n,
             "generated_tokens": len(self.token_ids),

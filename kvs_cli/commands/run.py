@@ -4,7 +4,8 @@
 
 Ctrl-C while text comes ends it there: what was printed stays, the summary follows, and the exit code is 130. With
 ``--json`` the object is printed all the same, its stop reason ``interrupted``. Earlier, it ends the command at once.
-So it is where an error ends the text: the object has what there is and the ``error``, which is raised behind it.
+So it is where an error ends the text: the object has what there is and the ``error``, which is raised behind it. Of an
+error before the text it has what is known by then (``error_object.py``).
 With ``--session`` the file is taken up before the prompt is read and written when all is printed.
 """
 
@@ -16,10 +17,11 @@ from contextlib import closing
 
 from kvs_cli import ending
 from kvs_cli.constraint import after_thoughts, run_constraint
-from kvs_cli.open_model import OpenModel, open_engine, open_model, plan_context
+from kvs_cli.error_object import ErrorObject
+from kvs_cli.open_model import OpenModel, check_keep, open_engine, open_model, plan_context
 from kvs_cli.prompt import prompt_tokens, read_prompt
 from kvs_cli.render import Screen, end_text, log_summary, print_json, write_text
-from kvs_cli.result import FAILED, INTERRUPTED, Drafts, RunResult, Timings
+from kvs_cli.result import FAILED, INTERRUPTED, Drafts, RunResult, Timings, model_facts
 from kvs_cli.saved_text import SavedText, check_place
 from kvs_core.device.choose import begin_opening
 from kvs_core.engine.completion import Piece, complete
@@ -34,8 +36,8 @@ from kvs_core.sampling.params import RANDOM_SEED, SamplingParams
 from kvs_core.settings import RunSettings
 
 
-def execute(settings: RunSettings) -> int:
-    """Run it; the exit code. Raises ``KvsError``."""
+def execute(settings: RunSettings, told: ErrorObject) -> int:
+    """Run it; the exit code. Raises ``KvsError``. ``told`` learns what there is to tell of an error."""
     start_s = time.perf_counter()
     screen = Screen.of(settings.logging)
     if settings.session is not None:
@@ -43,9 +45,11 @@ def execute(settings: RunSettings) -> int:
     text = read_prompt(settings.prompt)
     begin_opening(settings.engine.device)
     model = open_model(settings.engine.model, screen, settings.engine.rope)
+    told.facts |= model_facts(model.file.path, model.spec, synthetic=model.file.synthetic)
     context = plan_context(model, settings.engine)
     goes_on = not text and settings.session is not None and settings.session.exists()
     prompt = [] if goes_on else prompt_tokens(model, text, settings.chat, context)
+    check_keep(settings.engine.context, context, prompt_tokens=len(prompt), bos=model.tokenizer.add_bos)
     sampler = _sampler(model, settings)
     rule = run_constraint(settings.constraint, model)
     with open_engine(model, settings.engine, screen) as engine:
@@ -53,12 +57,14 @@ def execute(settings: RunSettings) -> int:
         if settings.session is not None:
             saved = SavedText(engine, model, settings.engine.rope, settings.session)
             prompt = prompt or saved.tokens
+            check_keep(settings.engine.context, context, prompt_tokens=len(prompt), bos=model.tokenizer.add_bos)
             if not (goes_on and settings.engine.context.shift):   # which makes room
                 check_prompt(len(prompt), context, is_session=goes_on)
         if rule is not None and settings.chat.enabled:
             rule = after_thoughts(rule, prompt, model)
         result = _generate(settings, model, engine, sampler, rule, prompt, saved, screen, start_s)
         if settings.output.json:
+            told.due = False
             print_json(result.as_json())
         if result.error is not None:
             raise result.error
@@ -126,11 +132,11 @@ def _generate(
                 stop_reason = piece.stop or INTERRUPTED
     except KeyboardInterrupt:
         stop_reason = INTERRUPTED
-    except KvsError as error:   # what was written stays, and the error has a line of its own
+    except (KvsError, OSError, MemoryError) as error:   # what was written stays, the error has a line of its own
         if not output.json:
             end_text()
             raise
-        stop_reason, failed = FAILED, error
+        stop_reason, failed = FAILED, error if isinstance(error, KvsError) else KvsError(ending.error_text(error))
     if not output.json:
         end_text()
     report = engine.report()

@@ -33,6 +33,7 @@ from kvs_cli.server.service import Service
 from kvs_cli.server.slot import Conversation
 from kvs_core.device.choose import begin_opening
 from kvs_core.engine.checkpoints import Checkpoints
+from kvs_core.engine.context_shift import most_kept
 from kvs_core.engine.engine import Engine
 from kvs_core.engine.parked import ParkedSessions
 from kvs_core.engine.session import Session
@@ -41,7 +42,7 @@ from kvs_core.errors import SettingsError
 from kvs_core.formats.grammar import GrammarCompiler
 from kvs_core.models.rope import divisors_name
 from kvs_core.sampling.params import SamplingParams
-from kvs_core.settings import ServeSettings
+from kvs_core.settings import ContextPlan, ServeSettings
 from kvs_core.units import MIB
 
 LOGGER = logging.getLogger(__name__)
@@ -112,6 +113,7 @@ class Server:
             begin_opening(settings.engine.device)
             model = open_model(settings.engine.model, self._screen, settings.engine.rope)
             context = plan_context(model, settings.engine)
+            _say_what_is_kept(settings, context, bos=model.tokenizer.add_bos)
             template = read_template(model, settings.chat)
             grammars = GrammarCompiler(model.tokenizer, model.spec.n_vocab)
             defaults = _defaults(settings, model, grammars)
@@ -136,6 +138,15 @@ class Server:
         finally:
             self._queue.close()
             self._listener.stop()
+
+
+def _say_what_is_kept(settings: ServeSettings, context: ContextPlan, *, bos: bool) -> None:
+    """Where that is less than ``--keep``, which stands for the ``n_keep`` of requests and is cut down as they are."""
+    keep, most = settings.engine.context.keep, most_kept(context.context_tokens, bos=bos)
+    if settings.engine.context.shift and keep > most:
+        LOGGER.warning(
+            "--keep %d: context shifts of a context of %d tokens keep %d at most", keep, context.context_tokens, most
+        )
 
 
 def _room(settings: ServeSettings, model: OpenModel, engine: Engine) -> Room:

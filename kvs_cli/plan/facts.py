@@ -39,6 +39,9 @@ def facts(plan: Plan) -> Section:
             "needed_bytes": plan.needed_bytes,
             "host_needed_bytes": plan.host_needed_bytes,
             "weights_bytes": setup.weights.size_bytes,
+            "float32_cache_bytes": setup.weights.cached_bytes,   # of the weights, on the CPU
+            "float32_cache_limit_bytes": plan.cache_limit_bytes,   # by what is free now; null on a GPU
+            "float32_uncached_bytes": setup.weights.in_file_bytes,   # made anew at every use
             "streamed_layers": list(setup.split.passing),
             "streamed_weights_bytes": setup.split.pass_bytes,
             "spilled_weights_bytes": setup.spilled_bytes,

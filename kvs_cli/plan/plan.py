@@ -10,7 +10,7 @@ from kvs_core.device.base import Device
 from kvs_core.device.host.machine import available_ram_bytes
 from kvs_core.engine.budget import BudgetDevice, Drafting, arena_for, plan_budget
 from kvs_core.engine.forecast import Point, Rounds, Setup, contexts, forecast
-from kvs_core.engine.held import held_on_cuda, held_on_host, held_weights
+from kvs_core.engine.held import cache_limit_bytes, held_on_cuda, held_on_host, held_weights
 from kvs_core.engine.rates import Found, find_rates, forget_rates
 from kvs_core.engine.spill import spilled_bytes
 from kvs_core.engine.split import plan_split
@@ -21,6 +21,9 @@ from kvs_core.units import MIB, mib_ceil
 
 _STEP_MIB = 1024   # of the arena, for "what would one more GiB give"
 _KV_PAIRS = (("f16", "f16"), ("q8_0", "q8_0"), ("q8_0", "q4_0"), ("q4_0", "q4_0"))
+
+SERVED = CacheSettings()
+"""Of ``kvs serve``, by default: ``kvs plan`` takes no flags for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +61,20 @@ class Plan:
         return _needed_bytes(self.setup)
 
     @property
+    def cache_limit_bytes(self) -> int | None:
+        """What float32 values of quantised matrices may take of the weights' memory on the host, which follows from
+        what is free; None: elsewhere they are held as they are."""
+        return cache_limit_bytes(self.free_bytes) if self.is_host else None
+
+    @property
     def history_bytes(self) -> int:
         """Of host memory, when the context is full; of layers that slide what windows see, and no checkpoints."""
         return _history_bytes(self.setup)
 
     @property
     def served_history_bytes(self) -> int:
-        """The same with all the checkpoints that ``kvs serve`` keeps by default."""
-        cache = CacheSettings()
+        """The same with all the checkpoints that ``kvs serve`` and ``--session`` keep by default."""
+        cache = SERVED
         return self.setup.budget.served_history_bytes(self.setup.page_bytes, cache.checkpoints, cache.ram_mib * MIB)
 
     @property
@@ -145,7 +154,9 @@ def _check_fits(setup: Setup, device: Device, free_bytes: int, ram_bytes: int) -
     bare = " without checkpoints" if setup.budget.residency.drops_passed else ""
     takes = f"and the weights that {' or '.join(moved)} take" if moved else "takes"
     what = f"the history of a full context{bare} {takes}"
-    parts = (f"weights of {mib_ceil(setup.weights.size_bytes - setup.spilled_bytes)} MiB, recurrent state of "
+    cached = setup.weights.cached_bytes
+    cache = f" ({mib_ceil(cached)} of them a cache of float32)" if cached else ""
+    parts = (f"weights of {mib_ceil(setup.weights.size_bytes - setup.spilled_bytes)} MiB{cache}, recurrent state of "
              f"{mib_ceil(setup.state_bytes)} MiB and an arena of {mib_ceil(setup.budget.memory.arena_bytes)} MiB")
     lacks, smaller = [], "arena, --ctx-size or model"
     if needed > free_bytes:

@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from kvs_cli.ending import writing
-from kvs_cli.plan.plan import Plan
+from kvs_cli.plan.plan import SERVED, Plan
+from kvs_core.device.host.weights import HELD_SHARE
 from kvs_core.engine.forecast import Point
 from kvs_core.paging.residency import ResidencyMode
 from kvs_core.units import MIB, ceil_div
@@ -40,6 +41,7 @@ def sections(plan: Plan, facts: Mapping[str, Any]) -> dict[str, dict[str, str]]:
         "Memory": {
             "it fits": _fits(plan),
             "weights": _mib(memory["weights_bytes"]),
+            **_float32_cache(memory),
             **_streamed_weights(plan, memory),
             **_spilled_weights(memory),
             "recurrent state": _mib(memory["state_bytes"]) if memory["state_bytes"] else "none",
@@ -55,6 +57,19 @@ def sections(plan: Plan, facts: Mapping[str, Any]) -> dict[str, dict[str, str]]:
 def full_arena(mode: str) -> str:
     """What the arena has beyond which a larger one gives nothing: in window mode the user fixed what is resident."""
     return "the largest ring" if mode == ResidencyMode.WINDOW.value else "all pages resident"
+
+
+def _float32_cache(memory: Mapping[str, Any]) -> dict[str, str]:
+    """What the CPU holds is up to how much RAM is free, so memory and speed change with that."""
+    cached, left = memory["float32_cache_bytes"], memory["float32_uncached_bytes"]
+    if not cached and not left:
+        return {}
+    share = round(100 * HELD_SHARE)
+    rest = f"; {_mib(left)} more are made anew at every use" if left else ""
+    return {"of it float32": (
+        f"{_mib(cached)} made of quantised matrices and kept, at most {share} % of what is free now, "
+        f"{_mib(memory['float32_cache_limit_bytes'])}{rest}"
+    )}
 
 
 def _streamed_weights(plan: Plan, memory: Mapping[str, Any]) -> dict[str, str]:
@@ -80,8 +95,8 @@ def _spilled_weights(memory: Mapping[str, Any]) -> dict[str, str]:
 def _served(plan: Plan, memory: Mapping[str, Any]) -> str:
     if not plan.setup.budget.residency.drops_passed:
         return ""
-    return (", with what sliding windows see and no checkpoints; with those of kvs serve up to "
-            f"{mib_up(memory['served_history_bytes'])}")
+    return (f", with what sliding windows see and no checkpoints; with the {SERVED.checkpoints}, of {SERVED.ram_mib} "
+            f"MiB at most, that kvs serve and --session keep by default up to {mib_up(memory['served_history_bytes'])}")
 
 
 def _fits(plan: Plan) -> str:

@@ -8,9 +8,11 @@ from operator import mul
 
 from kvs_core.device.base import Device, StepSizes
 from kvs_core.device.workspace import BufferSpec
+from kvs_core.engine.arena_room import ArenaRoom
+from kvs_core.engine.levers import way_out
 from kvs_core.engine.pages import Pages
 from kvs_core.engine.windows import Windows, plan_windows, sliding_pages
-from kvs_core.errors import BudgetError, CapabilityError, SettingsError
+from kvs_core.errors import BudgetError, CapabilityError, KvsError, SettingsError
 from kvs_core.memory.arena import RegionRequest
 from kvs_core.memory.phases import WEIGHTS_RING, MemoryPlan, Phase, PhaseRequest, required_bytes
 from kvs_core.models.model import forward_buffers, logit_buffers, step_sizes
@@ -32,11 +34,6 @@ from kvs_core.units import MIB, align_up, ceil_div, mib_ceil
 
 DECODE_ROWS = MAX_ROWS
 """Rows of the decode workspace: one, or a verify of up to seven drafts."""
-
-_RESIDENT_ADVICE = "use --kv-residency-mode adaptive, a smaller --ctx-size or a smaller KV type"
-
-_FREE_SHARE = 0.4   # of free memory that an arena chosen by kvs takes at most; the history needs as much again
-
 
 SCRATCH_GROUPS = 2 * LEAST_SCRATCH_GROUPS
 """Group partials of ``DECODE_ROWS`` rows in the decode workspace; narrower steps have room for more: fewer calls."""
@@ -233,7 +230,7 @@ class Budget:
 def plan_budget(
     spec: ModelSpec, context: ContextSettings, kv: KvSettings, *,
     free_bytes: int, arena_bytes: int | None = None, pool_bytes: int | None = None,
-    device: BudgetDevice = BudgetDevice(), drafting: Drafting = NO_DRAFTING, ring_bytes: int = 0,
+    device: BudgetDevice = BudgetDevice(), drafting: Drafting = NO_DRAFTING, ring_bytes: int = 0, advise: bool = True,
 ) -> Budget:
     """The budget of a model, from its sizes alone. ``BudgetError`` or ``CapabilityError`` if it cannot be.
 
@@ -242,6 +239,7 @@ def plan_budget(
     device                   what its kernels ask for; by default nothing
     arena_bytes, pool_bytes  exact sizes instead of ``kv.arena_mib`` and ``kv.pool_mib``; arenas in multiples of 256
     ring_bytes               of the arena, through which weights pass: a multiple of 256
+    advise                   where what was given is too small, say what else helps, which takes some trials
     """
     plan = context.plan(spec.n_ctx_train, spec.n_ctx_most)
     _check_plain(spec, plan.context_tokens)
@@ -257,14 +255,33 @@ def plan_budget(
     )
     need = pool_need(pages, layers, plan, mode, drafting.head_pages, windows)
     buffers = phase_buffers(spec, geometry, plan, device.scratch, drafting.nextn)
-    memory = plan_memory(
-        pages, need, buffers,
-        arena_bytes=kv.arena_mib * MIB if isinstance(kv.arena_mib, int) else arena_bytes,
-        pool_bytes=pool_bytes if kv.pool_mib is None else kv.pool_mib * MIB,
-        room=_room(kv, free_bytes - state_bytes(spec), device),
-        advice=_RESIDENT_ADVICE if mode is ResidencyMode.RESIDENT else "",
-        ring_bytes=ring_bytes,
-    )
+    arena_bytes = kv.arena_mib * MIB if isinstance(kv.arena_mib, int) else arena_bytes
+    pool_bytes = pool_bytes if kv.pool_mib is None else kv.pool_mib * MIB
+
+    def fits(context: ContextSettings, kv: KvSettings, ring_bytes: int) -> bool:
+        try:
+            plan_budget(
+                spec, context, kv, free_bytes=free_bytes, arena_bytes=arena_bytes, pool_bytes=pool_bytes,
+                device=device, drafting=drafting, ring_bytes=ring_bytes, advise=False,
+            )
+        except KvsError:
+            return False
+        return True
+
+    try:
+        memory = plan_memory(
+            pages, need, buffers, arena_bytes=arena_bytes, pool_bytes=pool_bytes,
+            room=ArenaRoom.of(
+                kv, free_bytes - state_bytes(spec), spills=device.spills, is_host=device.is_host,
+            ), ring_bytes=ring_bytes,
+        )
+    except BudgetError as error:
+        if not advise or (arena_bytes is None and pool_bytes is None):
+            raise
+        raise BudgetError(
+            f"{error}{way_out(fits, context, kv, plan, ring_bytes)}", needed_mib=error.needed_mib,
+            given_mib=error.given_mib,
+        ) from None
     pool_slots = min(memory.slots(phase) for phase in Phase)
     if windows is None:
         _check_ring(kv, need, pool_slots)
@@ -330,40 +347,9 @@ def arena_for(memory: MemoryPlan, slots: int) -> int:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class ArenaRoom:
-    """Bytes that an arena which is chosen here may take. ``source``: how they came about, where they are a limit that
-    holds even if less cannot be; else the arena is as large as it must be."""
-
-    size_bytes: int
-    source: str = ""
-
-    def check(self, least_bytes: int) -> None:
-        """``BudgetError`` if the least arena is beyond the limit."""
-        if self.source and mib_ceil(least_bytes) > self.size_bytes // MIB:
-            needed_mib, given_mib = mib_ceil(least_bytes), self.size_bytes // MIB
-            raise BudgetError(
-                f"--kv-stream-arena-mib auto: the arena needs {needed_mib} MiB, {given_mib} MiB are left of "
-                f"{self.source}; lower --fit-target, --ctx-size or --ubatch-size, or end other programs",
-                needed_mib=needed_mib, given_mib=given_mib,
-            )
-
-
-def _room(kv: KvSettings, free_bytes: int, device: BudgetDevice) -> ArenaRoom | None:
-    if kv.arena_mib != "auto":
-        return ArenaRoom(int(free_bytes * _FREE_SHARE)) if kv.fit else None
-    left = max(0, free_bytes - kv.fit_target_mib * MIB)
-    source = f"{free_bytes // MIB} MiB that are free, without --fit-target {kv.fit_target_mib}"
-    if device.spills:   # weights give way to what it must be
-        return ArenaRoom(left // MIB * MIB)
-    if device.is_host:   # every page has its place in the history too
-        return ArenaRoom(left // 2 // MIB * MIB, f"{source}, the history beside it in the same memory")
-    return ArenaRoom(left // MIB * MIB, source)
-
-
 def plan_memory(
     pages: Pages, need: PoolNeed, buffers: Mapping[Phase, PhaseBuffers], *,
-    arena_bytes: int | None, pool_bytes: int | None, room: ArenaRoom | None, advice: str = "", ring_bytes: int = 0,
+    arena_bytes: int | None, pool_bytes: int | None, room: ArenaRoom | None, ring_bytes: int = 0,
 ) -> MemoryPlan:
     """The arena or the pool as asked for; else an arena for the whole context, cut to a fair part of free memory.
 
@@ -385,11 +371,8 @@ def plan_memory(
     if pool_bytes is not None:
         return MemoryPlan.pool_only(
             pool_bytes=pool_bytes, slot_bytes=geometry.page_bytes, min_slots=need.least_slots,
-            prefill=prefill, decode=decode, persistent=persistent, advice=advice,
+            prefill=prefill, decode=decode, persistent=persistent,
         )
-    if ring_bytes:
-        lever = advice or "lower --ubatch-size"
-        advice = f"{lever}, or use --gpu-layers all: {mib_ceil(ring_bytes)} MiB of it are for weights that pass through"
     if arena_bytes is None:
         least, every = (
             max(
@@ -402,6 +385,4 @@ def plan_memory(
             room.check(least)
         fair = every if room is None else min(every, room.size_bytes)
         arena_bytes = mib_ceil(max(least, fair)) * MIB
-    return MemoryPlan(
-        arena_bytes, geometry.page_bytes, need.least_slots, prefill, decode, persistent, advice=advice
-    )
+    return MemoryPlan(arena_bytes, geometry.page_bytes, need.least_slots, prefill, decode, persistent)

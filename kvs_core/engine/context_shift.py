@@ -17,6 +17,11 @@ LOGGER = logging.getLogger(__name__)
 _LEAST_LEFT = 4   # tokens of the context that are not kept
 
 
+def most_kept(context_tokens: int, *, bos: bool) -> int:
+    """The largest ``keep`` that a context has room for. ``ContextShift`` cuts a larger one down to it."""
+    return max(0, context_tokens - _LEAST_LEFT - bos)
+
+
 class ContextShift:
     """How the context of one text is shifted.
 

@@ -104,6 +104,7 @@ class Weights:
                    MTP block's
     share          of its experts, what a row reads
     passing_bytes  of the trunk's, what takes no memory of its own: it passes through the arena
+    cached_bytes   of device memory, float32 values of matrices that the file has in another type: the host's cache
     """
 
     trunk: Mapping[str, int]
@@ -114,12 +115,18 @@ class Weights:
     nextn_experts: Mapping[str, int] = field(default_factory=dict)
     share: float = 0.0
     passing_bytes: int = 0
+    cached_bytes: int = 0
 
     @property
     def size_bytes(self) -> int:
         """Device memory of all of them."""
         held = sum(size for part in self._parts for name, size in part.items() if name != IN_FILE)
         return self.table_bytes + held - self.passing_bytes
+
+    @property
+    def in_file_bytes(self) -> int:
+        """Of matrices that take no device memory: what they are as float32, which the host makes at every use."""
+        return sum(part.get(IN_FILE, 0) for part in self._parts)
 
     @property
     def forms(self) -> list[str]:

@@ -34,20 +34,27 @@ def held_weights(
     passing  layers whose matrices pass through the arena
     twice    keys' matrices that make values too are held, and read, for both
     """
-    table_bytes = passing_bytes = 0
+    table_bytes = passing_bytes = cached_bytes = 0
+
+    def take(info: TensorInfo) -> tuple[str, int]:
+        nonlocal cached_bytes
+        name, size = held(info)
+        cached_bytes += size if name == FLOATS and info.quant is not Quant.F32 else 0
+        return name, size
+
     trunk: Counter[str] = Counter()
     head: Counter[str] = Counter()
     block: Counter[str] = Counter()
     for info in _tensors(file, spec, nextn, dimensions=2):
         if info.name == "token_embd.weight" and "output.weight" in file.tensors:
-            name, size = held(info) if table else ("", 0)
+            name, size = take(info) if table else ("", 0)
             table_bytes = 0 if name == IN_FILE else size
             continue
         if info.name in ("output.weight", "token_embd.weight"):
             part = head
         else:
             part = block if layer_of(info.name) >= spec.n_layer else trunk
-        name, size = held(info)
+        name, size = take(info)
         size *= 2 if twice and makes_values(file, info.name) else 1
         part[name] += size
         if layer_of(info.name) in passing and name != IN_FILE:
@@ -57,13 +64,14 @@ def held_weights(
     for info in _tensors(file, spec, nextn, dimensions=3):
         part = block_experts if layer_of(info.name) >= spec.n_layer else experts
         for matrix in split_experts(info):
-            name, size = held(matrix)
+            name, size = take(matrix)
             part[name] += size
             if layer_of(info.name) in passing and name != IN_FILE:
                 passing_bytes += size
     share = 0.0 if spec.experts is None else spec.experts.used / spec.experts.count
     return Weights(
-        dict(trunk), dict(head), dict(block), table_bytes, dict(experts), dict(block_experts), share, passing_bytes
+        dict(trunk), dict(head), dict(block), table_bytes, dict(experts), dict(block_experts), share, passing_bytes,
+        cached_bytes,
     )
 
 
@@ -72,10 +80,15 @@ def held_on_cuda(info: TensorInfo) -> tuple[str, int]:
     return held_type(info.quant).name, held_bytes(info)
 
 
+def cache_limit_bytes(free_bytes: int) -> int:
+    """What the host's float32 values of quantised matrices take at most, of so much free memory."""
+    return int(HELD_SHARE * free_bytes)
+
+
 def held_on_host(free_bytes: int, passing: Collection[int] = ()) -> Held:
     """As ``device/host/weights.py`` holds them: float32 as long as there is room, one after the other. Those of layers
     that are ``passing`` are dequantised at every use, as if they were in the file."""
-    left = int(HELD_SHARE * free_bytes)
+    left = cache_limit_bytes(free_bytes)
 
     def held(info: TensorInfo) -> tuple[str, int]:
         nonlocal left

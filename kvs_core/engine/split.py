@@ -45,27 +45,28 @@ class Splits:
         return WeightSplit(passing, WeightRing(tuple(chain.from_iterable(self._parts[layer] for layer in passing))))
 
     def most_that_fit(
-        self, needed_bytes: Callable[[WeightSplit], int], free_bytes: int, target_bytes: int
+        self, needed_bytes: Callable[[WeightSplit, bool], int], free_bytes: int, target_bytes: int
     ) -> WeightSplit:
         """The most layers on the device that leave ``target_bytes`` of what is free, or, where none does, that fit.
 
-        needed_bytes  of the device: weights that stay, state, arena; ``BudgetError`` for an arena that cannot be
+        needed_bytes  of the device: weights that stay, state, arena; ``BudgetError`` for an arena that cannot be, with
+                      True one that says what helps
         Nothing passes where nothing would help; then loading says what cannot be had. ``BudgetError`` where a larger
         arena might help: it has no room for the ring.
         """
-        refused: BudgetError | None = None
+        refused: WeightSplit | None = None
         for spared in (target_bytes, 0):
             for count in (ALL_LAYERS, *range(len(self._parts) - 1, 0, -1)):
                 split = self.at(count)
                 try:
-                    needed = needed_bytes(split)
-                except BudgetError as error:
-                    refused = refused or error
+                    needed = needed_bytes(split, False)
+                except BudgetError:
+                    refused = refused or split
                     continue
                 if needed + spared <= free_bytes:
                     return split
         if refused is not None:
-            raise refused
+            needed_bytes(refused, True)
         return ALL_STAY
 
 
@@ -88,10 +89,11 @@ def plan_split(
     weights = held.size_bytes + drafting.table_bytes(spec)
     least = replace(kv, arena_mib=None) if kv.arena_mib == "auto" else kv
 
-    def needed_bytes(split: WeightSplit) -> int:
+    def needed_bytes(split: WeightSplit, advise: bool) -> int:
         budget = plan_budget(
             spec, context, least, free_bytes=0, arena_bytes=arena_bytes, pool_bytes=pool_bytes,
             device=BudgetDevice.of(device), drafting=drafting, ring_bytes=split.ring.size_bytes,
+            advise=advise,
         )
         return weights - split.pass_bytes + state_bytes(spec) + budget.memory.arena_bytes
 

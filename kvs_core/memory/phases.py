@@ -59,7 +59,6 @@ class MemoryPlan:
     slot_bytes  one page
     min_slots   the fewest slots of the pool that the engine can run with
     pool_slots  the pool's size if it is fixed; without it the pool takes all that a phase leaves
-    advice      what else helps if it is too small, instead of what the plan itself can tell
     All regions and the arena have one alignment: then no region slips into another's padding and the need is exact.
     """
 
@@ -70,7 +69,6 @@ class MemoryPlan:
     decode: PhaseRequest
     persistent: tuple[RegionRequest, ...] = ()
     pool_slots: int | None = None
-    advice: str = ""
 
     def __post_init__(self) -> None:
         if self.slot_bytes < 1 or self.min_slots < 1:
@@ -98,7 +96,6 @@ class MemoryPlan:
         prefill: PhaseRequest,
         decode: PhaseRequest,
         persistent: tuple[RegionRequest, ...] = (),
-        advice: str = "",
     ) -> MemoryPlan:
         """A fixed pool of ``pool_bytes`` in whole slots; the arena is that plus the larger workspace, in whole MiB.
 
@@ -109,7 +106,7 @@ class MemoryPlan:
             needed_mib, given_mib = mib_ceil(min_slots * slot_bytes), pool_bytes // MIB
             raise BudgetError(
                 f"KV pool too small: {min_slots} pages need {needed_mib} MiB, --kv-stream-pool-mib is {given_mib}; "
-                f"raise it, or {advice or 'lower --kv-page-tokens'}",
+                "raise it",
                 needed_mib=needed_mib,
                 given_mib=given_mib,
             )
@@ -118,7 +115,7 @@ class MemoryPlan:
             for request in (prefill, decode)
         )
         arena_bytes = mib_ceil(needed_bytes) * MIB
-        return cls(arena_bytes, slot_bytes, min_slots, prefill, decode, persistent, pool_slots=slots, advice=advice)
+        return cls(arena_bytes, slot_bytes, min_slots, prefill, decode, persistent, pool_slots=slots)
 
     def request(self, phase: Phase) -> PhaseRequest:
         """What ``phase`` asks for."""
@@ -160,12 +157,10 @@ class MemoryPlan:
         worst = max(need, key=lambda phase: need[phase])
         if need[worst] <= self.arena_bytes:
             return
-        # A smaller ubatch helps only while decode, which does not depend on it, has room.
-        lever = "lower --ubatch-size" if need[Phase.DECODE] <= self.arena_bytes else "lower --kv-page-tokens"
         needed_mib, given_mib = mib_ceil(need[worst]), self.arena_bytes // MIB
         raise BudgetError(
             f"arena too small: {worst.value} needs {needed_mib} MiB, --kv-stream-arena-mib is {given_mib}; "
-            f"raise it, or {self.advice or lever}",
+            "raise it",
             needed_mib=needed_mib,
             given_mib=given_mib,
         )

@@ -61,6 +61,8 @@ SETTINGS = (
         env="LLAMA_ARG_MMPROJ_URL"),
     _no_media("media_path", ("--media-path",), ANY,
         "Folder of media files."),
+    _no_media("media_files", ("--image", "--audio", "--video"), ANY,
+        "Media files for the prompt."),
     _no_adapter("lora", ("--lora",), ANY,
         "LoRA adapters."),
     _no_adapter("lora_scaled", ("--lora-scaled",), ANY,

@@ -33,6 +33,7 @@ class Group(Enum):
     SERVER = "Server"
     CACHE = "Prompt cache"
     THREADS = "CPU threads and placement"
+    TERMINAL = "Conversations in a terminal"
     MULTIMODAL = "Images, audio, video"
     ADAPTERS = "Adapters"
     EMBEDDINGS = "Embeddings and reranking"

@@ -17,12 +17,15 @@ from kvs_core.settings import (
     server,
     speculative,
     template,
+    terminal,
 )
 from kvs_core.settings.setting import Setting
 
 TABLE: tuple[Setting, ...] = tuple(
     setting
-    for room in (general, model, context, kv, device, sampling, template, speculative, logging, server, foreign)
+    for room in (
+        general, model, context, kv, device, sampling, template, speculative, logging, server, terminal, foreign,
+    )
     for setting in room.SETTINGS
 )
 

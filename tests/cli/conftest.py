@@ -31,20 +31,23 @@ def tokenizer_of(path: Path) -> Tokenizer:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended: its exit code and what it wrote."""
+    """How a command ended: its exit code and what it wrote. ``as_json``: it was asked for JSON."""
 
     code: int
     out: str
     err: str
+    as_json: bool = False
 
     @property
     def error(self) -> str:
-        """The error of a command that failed as commands may fail: one line, the last one, and nothing on stdout."""
+        """The error of a command that failed as commands may fail: one line, the last one, and nothing on stdout but
+        the object that has it, where JSON was asked for."""
         assert self.code == 1, self.err
-        assert self.out == ""
         lines = self.err.splitlines()
         assert [line.startswith("error: ") for line in lines] == [False] * (len(lines) - 1) + [True], self.err
-        return lines[-1].removeprefix("error: ")
+        error = lines[-1].removeprefix("error: ")
+        assert (json.loads(self.out)["error"] == error) if self.as_json else (self.out == "")
+        return error
 
     @property
     def json(self) -> dict[str, Any]:
@@ -68,7 +71,7 @@ def kvs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
         capsys.readouterr()
         code = app.main([str(argument) for argument in argv])
         captured = capsys.readouterr()
-        return Ended(code, captured.out, captured.err)
+        return Ended(code, captured.out, captured.err, "--json" in argv)
 
     return call
 

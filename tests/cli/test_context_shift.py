@@ -92,6 +92,29 @@ def test_recurrent_models_are_refused_at_start(kvs: Kvs, tiny_qwen35: Path) -> N
     assert "larger --ctx-size" in error
 
 
+def test_a_keep_that_leaves_no_room_is_refused(kvs: Kvs, tiny_llama: Path, tmp_path: Path) -> None:
+    """With both numbers, before the weights are read; the largest that does runs, and so does any where nothing shifts.
+    -1 counts the prompt, a session's too."""
+    common = ("run", "-m", tiny_llama, "-c", 256, *GREEDY, "--ignore-eos", "-n", 250)
+    said = kvs(*common, "-p", PROMPT, "--context-shift", "--keep", 700)
+    assert said.error == ("--keep 700 leaves --context-shift no room in a context of 256 tokens; keep at most 251, or "
+                          "raise --ctx-size")   # 4 tokens are not kept, and the BOS is beside them
+    assert "loading weights" not in said.err
+    assert kvs(*common, "-p", PROMPT, "--context-shift", "--keep", 252).code == 1
+    assert kvs(*common, "-p", PROMPT, "--context-shift", "--keep", 251).code == 0
+    assert kvs(*common, "-p", PROMPT, "--keep", 700).code == 0
+    words = "x" * 252
+    tokens = len(tokenizer_of(tiny_llama).encode(words))
+    assert 251 < tokens < 256
+    error = kvs(*common, "-p", words, "--context-shift", "--keep", -1).error
+    assert error == (f"--keep -1, a prompt of {tokens} tokens, leaves --context-shift no room in a context of 256 "
+                     "tokens; keep at most 251, or raise --ctx-size")
+    file = tmp_path / "talk.kvs"
+    assert kvs(*common, "-p", PROMPT, "--session", file).code == 0
+    full = kvs(*common, "-p", "", "--session", file, "--context-shift", "--keep", -1).error
+    assert full.startswith("--keep -1, a prompt of 256 tokens, leaves")
+
+
 def test_keep_alone_is_named(kvs: Kvs, tiny_llama: Path) -> None:
     """It does nothing without a shift, and a line says so."""
     said = kvs("run", "-m", tiny_llama, "-p", "x", "-n", "1", "--keep", "4").err

@@ -50,6 +50,24 @@ def test_override_kv_is_what_the_model_says(kvs: Kvs, tiny_llama: Path) -> None:
     assert done.json["token_ids"] == kvs(*command, *GREEDY).json["token_ids"]
 
 
+@pytest.mark.parametrize("command", ["run", "info", "plan"])
+def test_a_context_that_is_rounded_up_is_said_once(kvs: Kvs, tiny_llama: Path, command: str) -> None:
+    """As a log line; one that is not has none, and what the model cannot have is told otherwise."""
+    model = ("-m", tiny_llama, "-p", "x", "-n", "1") if command == "run" else (tiny_llama,)
+    shorter = ("--override-kv", "llama.context_length=int:500")
+
+    def said(*flags: str) -> list[str]:
+        lines = kvs(command, *model, *flags).err.splitlines()
+        return [line for line in lines if line.startswith(("context:", "--ctx-size", "warning: --ctx-size"))]
+
+    assert said("-c", "300") == ["context: 512 tokens; --ctx-size 300 is rounded up to a multiple of 256"]
+    assert said("-c", "300", *shorter) == [
+        "context: 500 tokens; --ctx-size 300 is rounded up to the longest context of the model"]
+    assert said("-c", "300", "--verbosity", "2") == []
+    assert said("-c", "512") == said() == said(*shorter) == []
+    assert "the context is 500" in said("-c", "501", *shorter)[0]
+
+
 def test_check_tensors(kvs: Kvs, tiny_llama: Path, tmp_path: Path) -> None:
     """A weight that is no number is found before anything runs, with its tensor; sound weights pass."""
     def spoil(name: str, data: Any) -> Any:

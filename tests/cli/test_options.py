@@ -218,6 +218,44 @@ def test_errors_are_one_line_with_a_way_out(argv: list[str], message: str) -> No
     assert refusal(*argv) == message
 
 
+CHAT = "kvs run writes one text and ends; for a chat use kvs serve and its page, for one answer kvs run --chat"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        *(([flag], f"{flag}: {CHAT}") for flag in (
+            "-cnv", "--conversation", "-i", "--interactive", "-if", "--interactive-first", "-mli", "-ins", "-cml")),
+        *(([flag], f"{flag}: kvs run ends after one answer in any case; leave it out, and use --chat for the model's "
+                   "template") for flag in ("-st", "--single-turn")),
+        *(([flag], f"{flag}: kvs run prints the text alone, as it is; leave it out, or use --log-colors for log lines")
+          for flag in ("-co", "--color")),
+        (["--in-prefix", "User: "],
+         "--in-prefix: the chat template says what stands around a message; use --chat, and --chat-template for "
+         "another one"),
+        (["--prompt-cache", "a.bin"],
+         "--prompt-cache: use --session FILE, which keeps what was read and written and goes on from there"),
+        (["-sysf", "s.txt"], "-sysf: give the text itself with --system-prompt and --chat"),
+        (["--image", "a.png"],
+         "--image: kvs reads text only, no images, audio or video; leave it out, or use --no-mmproj"),
+    ],
+)
+def test_flags_of_llama_cli_say_what_there_is_instead(argv: list[str], message: str) -> None:
+    """What belongs to a dialogue in a terminal is answered with the chat that there is, not with a flag spelt alike."""
+    assert refusal(*argv) == message
+
+
+def test_flags_of_llama_cli_that_ask_for_what_is_done_anyway() -> None:
+    """are taken without a word; those that ask for more say that it is not done."""
+    assert run("-no-cnv", "--no-conversation", "--no-display-prompt").notices == (
+        "warning: --no-conversation is specified multiple times; the last one counts",)
+    assert run("--simple-io", "--display-prompt", "--no-show-timings").notices == (
+        "--simple-io: no effect: input and output are plain in any case",
+        "--display-prompt: no effect: kvs run prints the text alone",
+        "--no-show-timings: no effect: speeds are log lines; --verbosity 2 leaves them out",
+    )
+
+
 def test_an_api_key_is_never_repeated_in_a_message() -> None:
     """Secrets given wrongly stay out of the error line."""
     assert "secret" not in refusal("--api-key", "secret,,x")

@@ -176,7 +176,7 @@ def test_an_error_within_the_text_comes_with_what_there_is(
     kvs: Kvs, monkeypatch: pytest.MonkeyPatch, tiny_llama: Path
 ) -> None:
     """As JSON: the tokens so far, their text and the error; the line on stderr and the exit code are those of any
-    error. Within the prompt there is nothing to print."""
+    error. Within the prompt it has no text."""
     common = ("run", "-m", tiny_llama, "-p", PROMPT, "-n", 20, "--ignore-eos", *WRITES)
     whole = kvs(*common, "--json").json
     steps, opened = 0, Engine.open
@@ -201,4 +201,7 @@ def test_an_error_within_the_text_comes_with_what_there_is(
     steps = 0
     assert kvs(*common).err.splitlines()[-1] == f"error: {error}"
     monkeypatch.setattr(Engine, "step", failing)   # no more of them
-    assert kvs(*common, "--json").error == error
+    ended = kvs(*common, "--json")
+    assert ended.err.splitlines()[-1] == f"error: {error}"
+    got = json.loads(ended.out)
+    assert (got["error"], got["stop_reason"], got["text"], got["model"]) == (error, "error", "", whole["model"])

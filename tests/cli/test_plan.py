@@ -13,6 +13,7 @@ import pytest
 from kvs_cli.plan import plan as making
 from kvs_cli.plan import plot
 from kvs_cli.plan.text import digits3
+from kvs_core.demo import DEMO_MODEL
 from kvs_core.device.host.device import HostDevice
 from kvs_core.engine.budget import Drafting
 from kvs_core.engine.engine import Engine
@@ -73,6 +74,39 @@ def test_memory_is_what_the_engine_takes(
         engine.close()
     assert memory["needed_bytes"] == memory["arena_bytes"] + memory["state_bytes"] + memory["weights_bytes"]
     assert memory["needed_bytes"] <= facts["device"]["free_bytes"]
+
+
+def test_the_cache_of_float32_is_told(
+    kvs: Kvs, free: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The CPU makes float32 of quantised matrices and keeps what a share of the free RAM holds: a line of its own says
+    how much of the weights that is and why the answer changes with what is free. A GPU holds them as they are."""
+    whole = kvs("plan", *SMALL, "--json").json["memory"]
+    engine = Engine(
+        GgufFile.open(DEMO_MODEL), device := HostDevice(1), context=ContextSettings(ctx_size=2048, ubatch=64),
+        kv=KvSettings("q8_0", "q4_0", 32), rope=RopeSettings(),
+    )
+    try:
+        assert whole["float32_cache_bytes"] == device._weights.held_bytes > 40 * MIB
+    finally:
+        engine.close()
+    assert whole["float32_cache_bytes"] < whole["weights_bytes"]
+    assert whole["float32_uncached_bytes"] == 0
+    free(60)
+    part = kvs("plan", *SMALL, "--json").json["memory"]
+    cached, limit, left = (part[f"float32_{name}"] for name in ("cache_bytes", "cache_limit_bytes", "uncached_bytes"))
+    assert limit == 36 * MIB
+    assert limit - 4 * MIB < cached <= limit
+    assert cached + left == whole["float32_cache_bytes"]
+    assert part["weights_bytes"] == whole["weights_bytes"] - left
+    told = f"{cached / MIB:.1f} MiB made of quantised matrices and kept, at most 60 % of what is free now, 36.0 MiB; "
+    assert f"of it float32    {told}{left / MIB:.1f} MiB more are made anew at every use\n" in kvs("plan", *SMALL).out
+    error = kvs("plan", *SMALL, "--kv-stream-arena-mib", "30").error
+    assert f"MiB ({mib_ceil(cached)} of them a cache of float32), recurrent state of " in error
+    monkeypatch.setattr(HostDevice, "is_host", False)
+    memory = kvs("plan", *SMALL, "--json").json["memory"]
+    assert (memory["float32_cache_bytes"], memory["float32_cache_limit_bytes"]) == (0, None)
+    assert "of it float32" not in kvs("plan", *SMALL).out
 
 
 def test_over_the_context(kvs: Kvs, tiny_llama: Path) -> None:
@@ -221,6 +255,16 @@ def test_what_does_not_fit(kvs: Kvs, tiny_llama: Path, free: Callable[[int], Non
     assert "--kv-stream-arena-mib is 1" in error
 
 
+def test_advice_that_helps_no_more_is_not_given(kvs: Kvs, tiny_llama: Path) -> None:
+    """Smaller pages are advised where they are enough, by a number that is, and not where they are the smallest."""
+    tight = ("-c", "8192", "-ub", "256", "--kv-stream-pool-mib", "1")
+    error = kvs("plan", tiny_llama, *SMALL, *tight, "--kv-page-tokens", "256").error
+    assert error.endswith("--kv-stream-pool-mib is 1; raise it, or lower --kv-page-tokens to 128")
+    assert plan(kvs, tiny_llama, *tight, "--kv-page-tokens", "128")["memory"]["fits"]
+    error = kvs("plan", tiny_llama, *SMALL, "-c", "32768", "-ub", "512", "--kv-stream-arena-mib", "1").error
+    assert error.endswith("--kv-stream-arena-mib is 1; raise it, or lower --ubatch-size to 128")
+
+
 def test_the_history_counts_where_the_weights_are(kvs: Kvs, tiny_llama: Path, free: Callable[[int], None]) -> None:
     """On the CPU weights, arena and history share one memory. With room for all of them it fits; a MiB less, and it is
     the history that does not, by that MiB; with less than the others need, it is they."""
@@ -288,7 +332,8 @@ def test_what_the_history_of_sliding_windows_counts(
     short = plan(kvs, tiny_gemma3, "-c", "4096", "--kv-stream-arena-mib", "3")["memory"]
     assert short["history_bytes"] < short["served_history_bytes"] == 4096 * 4 * 208
     served = -(-10 * memory["served_history_bytes"] // MIB) / 10
-    words = f"and no checkpoints; with those of kvs serve up to {served:,.1f} MiB\n"
+    words = ("and no checkpoints; with the 32, of 8192 MiB at most, that kvs serve and --session keep by default up to "
+             f"{served:,.1f} MiB\n")
     assert words in kvs("plan", tiny_gemma3, *SMALL, *flags).out
     assert "no checkpoints" not in kvs("plan", tiny_gemma3, *SMALL, *flags, "--swa-full").out
     free(mib_ceil(memory["needed_bytes"] + memory["history_bytes"]) - 1)

@@ -114,6 +114,21 @@ def test_what_a_request_says_of_it(server: Running) -> None:
     server.post("/completion", 400, **asked | {"n_discard": "x"})
 
 
+def test_what_leaves_no_room_is_cut_down(
+    server: Running, llama_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of the context all but four tokens are kept at most, as in llama-server, be it a request that asks for more or
+    ``--keep``, of which a line at start says so."""
+    asked = LONG | {"n_predict": 240}
+    reply = server.post("/completion", **asked, n_keep=5000)
+    assert reply["generation_settings"]["n_keep"] == 5000
+    assert (reply["truncated"], reply["tokens_cached"]) == (True, forgotten(40 + 239, 252)[1])
+    with running("-m", llama_path, "-c", 256, "--context-shift", "--keep", 700) as other:
+        assert other.post("/completion", **asked)["tokens"] == reply["tokens"]
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warnings == ["--keep 700: context shifts of a context of 256 tokens keep 251 at most"]
+
+
 def test_a_slot_is_saved_and_restored_behind_a_shift(server: Running) -> None:
     """With the tokens that are left: what follows is the same."""
     asked = LONG | {"n_predict": 300}
