@@ -21,6 +21,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.commit import commit  # noqa: E402
+
 WARM_RUNS = 3
 _KVS = [sys.executable, "-c", "import sys; from kvs_cli.app import main; sys.exit(main())"]
 _LOADED = re.compile(r"loading weights: .*, ([0-9.]+) MiB/s")
@@ -75,7 +79,7 @@ def main() -> None:
     read_rate = file_bytes / 2**20 / read_s
     gpu = subprocess.run(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True)
     result: dict[str, Any] = {
-        "gpu": gpu.stdout.strip(), "commit": args.commit, "model": args.model, "file_bytes": file_bytes,
+        "gpu": gpu.stdout.strip(), "commit": args.commit or commit(), "model": args.model, "file_bytes": file_bytes,
         "reading_s": read_s, "first_token_without_kernels_s": cold_s,
         "first_token_s": [taken for taken, _ in warm], "beyond_reading_s": warm_s - read_s,
         "load_mib_per_s": [rate for _, rate in warm], "load_rate_to_reading": loaded / read_rate,
