@@ -91,12 +91,9 @@ class ContextPlan:
     capped: bool
     longest: bool
 
-    @property
-    def advice(self) -> str:
-        """What to do about a prompt that is too long."""
-        if self.longest:
-            return "the model was trained for no more: shorten the prompt"
-        return "raise --ctx-size or shorten the prompt"
+    def advice(self, lever: str) -> str:
+        """What to do about a text that is too long: ``lever``, or raise --ctx-size where that can be."""
+        return f"the model was trained for no more: {lever}" if self.longest else f"raise --ctx-size or {lever}"
 
 
 @dataclass(frozen=True, slots=True)
