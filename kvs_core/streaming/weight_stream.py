@@ -130,7 +130,7 @@ class WeightStream:
             self._device.compute.wait(entry.ready)
             self._device.discard(self._places[entry.number])
 
-    # Around captured steps: see ``Streamer``, whose methods of these names do the same for pages.
+    # Around captured steps: see ``KvStep`` and ``Streamer``, whose methods of these names do the same for pages.
 
     def settle_fences(self) -> None:
         """Before a capture or a launch: the ring is filled, the compute stream waits for it, no fence is kept."""
