@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import Any
 
 import numpy as np
 
 from kvs_core.device.base import Capabilities, Captured, Counters, Outline, StepInputs, StepSizes, Stream
+from kvs_core.device.copied import NONE_COPIED, Copied
 from kvs_core.device.cuda import unified
 from kvs_core.device.cuda.context import Context
 from kvs_core.device.cuda.cuda_ops import CudaOps
@@ -44,22 +45,6 @@ _EVENTS = 256            # made at start; a schedule with more runs makes more b
 _PROBE_BYTES, _LEAST_PROBE_BYTES = 64 * MIB, MIB
 _PAGEABLE_BYTES = 8 * MIB
 _PROBES = 5
-
-
-@dataclass(frozen=True, slots=True)
-class _Copied:
-    """Bytes and copies."""
-
-    size_bytes: int = 0
-    calls: int = 0
-
-    def plus(self, other: _Copied) -> _Copied:
-        """Both."""
-        return _Copied(self.size_bytes + other.size_bytes, self.calls + other.calls)
-
-    def since(self, earlier: _Copied) -> _Copied:
-        """What came after ``earlier``."""
-        return _Copied(self.size_bytes - earlier.size_bytes, self.calls - earlier.calls)
 
 
 class CudaDevice:
@@ -97,8 +82,8 @@ class CudaDevice:
         self._arena: Buffer | None = None
         self._downloads = np.empty(0, np.uint8)
         self._link_bytes_per_s = 0.0
-        self._copied = _Copied()
-        self._published = _Copied()
+        self._copied = NONE_COPIED
+        self._published = NONE_COPIED
         self._files = FileBytes(runtime, self._compute)
         self._pageable = PageableCopies(runtime, _PAGEABLE_BYTES)
         self._weights = WeightStore(
@@ -318,7 +303,7 @@ class CudaDevice:
     def drop_captured(self) -> None:
         """See ``Device``. Their owner has let go of them."""
 
-    def launch(self, graph: Graph, inputs: StepInputs, copied: _Copied) -> None:
+    def launch(self, graph: Graph, inputs: StepInputs, copied: Copied) -> None:
         """Enqueue captured work for a step with these inputs."""
         self._steps.write(inputs)
         self._compute.raw.record(self._launch_began)
@@ -344,9 +329,9 @@ class CudaDevice:
         else:
             self._runtime.enqueue_copy(address(dst), address(src), dst.nbytes, stream.raw)
         if stream is self.copy:
-            self._copied = self._copied.plus(_Copied(dst.nbytes, 1))
+            self._copied = self._copied.plus(Copied(dst.nbytes, 1))
         elif stream is self.publish:
-            self._published = self._published.plus(_Copied(dst.nbytes, 1))
+            self._published = self._published.plus(Copied(dst.nbytes, 1))
 
     def discard(self, buffer: Buffer) -> None:
         """See ``Device``."""
@@ -396,9 +381,9 @@ class CudaDevice:
         """See ``Device``."""
         return Counters(
             copy_bytes=self._copied.size_bytes,
-            copy_calls=self._copied.calls,
+            copy_calls=self._copied.copies,
             publish_bytes=self._published.size_bytes,
-            publish_calls=self._published.calls,
+            publish_calls=self._published.copies,
             stall_ns=None,
         )
 
@@ -419,7 +404,7 @@ class CudaDevice:
 class _CapturedStep:
     """A graph, and what it copies each time."""
 
-    def __init__(self, device: CudaDevice, graph: Graph, copied: _Copied) -> None:
+    def __init__(self, device: CudaDevice, graph: Graph, copied: Copied) -> None:
         self._device = device
         self._graph = graph
         self._copied_each = copied
