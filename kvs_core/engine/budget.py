@@ -1,4 +1,4 @@
-"""How much arena an engine needs, asks for and gets: from sizes to a ``MemoryPlan``. Pure."""
+"""What a model and a context take of a device: from sizes to pages, workspaces and a ``MemoryPlan``. Pure."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from operator import mul
 
 from kvs_core.device.base import Device, StepSizes
 from kvs_core.device.workspace import BufferSpec
+from kvs_core.engine.arena_size import PoolNeed, arena_room, plan_memory
 from kvs_core.engine.pages import Pages
 from kvs_core.engine.windows import Windows, plan_windows, sliding_pages
-from kvs_core.errors import BudgetError, CapabilityError, SettingsError
-from kvs_core.memory.arena import RegionRequest
-from kvs_core.memory.phases import WEIGHTS_RING, MemoryPlan, Phase, PhaseRequest, required_bytes
+from kvs_core.errors import CapabilityError, SettingsError
+from kvs_core.memory.phases import MemoryPlan, Phase
 from kvs_core.models.model import forward_buffers, logit_buffers, step_sizes
 from kvs_core.models.nextn import table_bytes
 from kvs_core.models.recurrent import MAX_ROWS, state_bytes
@@ -27,16 +27,13 @@ from kvs_core.paging.residency import (
 )
 from kvs_core.paging.spans import LEAST_SCRATCH_GROUPS
 from kvs_core.settings.rooms import ContextPlan, ContextSettings, KvSettings
-from kvs_core.streaming.handover import SLIDING_POOL, PhaseBuffers, attention_scratch
-from kvs_core.units import MIB, align_up, ceil_div, mib_ceil
+from kvs_core.streaming.handover import PhaseBuffers, attention_scratch
+from kvs_core.units import MIB, align_up, ceil_div
 
 DECODE_ROWS = MAX_ROWS
 """Rows of the decode workspace: one, or a verify of up to seven drafts."""
 
 _RESIDENT_ADVICE = "use --kv-residency-mode adaptive, a smaller --ctx-size or a smaller KV type"
-
-_FREE_SHARE = 0.4   # of free memory that an arena chosen by kvs takes at most; the history needs as much again
-
 
 SCRATCH_GROUPS = 2 * LEAST_SCRATCH_GROUPS
 """Group partials of ``DECODE_ROWS`` rows in the decode workspace; narrower steps have room for more: fewer calls."""
@@ -129,18 +126,6 @@ def phase_buffers(
         group_rows = held * rows if phase is Phase.DECODE else 0
         buffers[phase] = PhaseBuffers(tuple(specs), tuple(name for name, _ in scratch), group_rows)
     return buffers
-
-
-@dataclass(frozen=True, slots=True)
-class PoolNeed:
-    """Slots of the KV pool: the fewest that run any context of this size, and those that hold all of it.
-
-    sliding_slots  of the pool of layers that slide, where they have one; always as many
-    """
-
-    least_slots: int
-    all_slots: int
-    sliding_slots: int = 0
 
 
 def pool_need(
@@ -261,7 +246,7 @@ def plan_budget(
         pages, need, buffers,
         arena_bytes=kv.arena_mib * MIB if isinstance(kv.arena_mib, int) else arena_bytes,
         pool_bytes=pool_bytes if kv.pool_mib is None else kv.pool_mib * MIB,
-        room=_room(kv, free_bytes - state_bytes(spec), device),
+        room=arena_room(kv, free_bytes - state_bytes(spec), is_host=device.is_host, spills=device.spills),
         advice=_RESIDENT_ADVICE if mode is ResidencyMode.RESIDENT else "",
         ring_bytes=ring_bytes,
     )
@@ -318,90 +303,3 @@ def _check_ring(kv: KvSettings, need: PoolNeed, pool_slots: int) -> None:
                 f"{flag} {pages}: the pool has {pool_slots} pages, of which {need.least_slots - 1} must stay resident; "
                 f"use at most {most}, or 0 to have it chosen"
             )
-
-
-def arena_for(memory: MemoryPlan, slots: int) -> int:
-    """The least arena, in bytes, whose pool has that many slots in both phases."""
-    return max(
-        required_bytes(
-            memory.request(phase), slot_bytes=memory.slot_bytes, slots=slots, persistent=memory.persistent
-        )
-        for phase in Phase
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class ArenaRoom:
-    """Bytes that an arena which is chosen here may take. ``source``: how they came about, where they are a limit that
-    holds even if less cannot be; else the arena is as large as it must be."""
-
-    size_bytes: int
-    source: str = ""
-
-    def check(self, least_bytes: int) -> None:
-        """``BudgetError`` if the least arena is beyond the limit."""
-        if self.source and mib_ceil(least_bytes) > self.size_bytes // MIB:
-            needed_mib, given_mib = mib_ceil(least_bytes), self.size_bytes // MIB
-            raise BudgetError(
-                f"--kv-stream-arena-mib auto: the arena needs {needed_mib} MiB, {given_mib} MiB are left of "
-                f"{self.source}; lower --fit-target, --ctx-size or --ubatch-size, or end other programs",
-                needed_mib=needed_mib, given_mib=given_mib,
-            )
-
-
-def _room(kv: KvSettings, free_bytes: int, device: BudgetDevice) -> ArenaRoom | None:
-    if kv.arena_mib != "auto":
-        return ArenaRoom(int(free_bytes * _FREE_SHARE)) if kv.fit else None
-    left = max(0, free_bytes - kv.fit_target_mib * MIB)
-    source = f"{free_bytes // MIB} MiB that are free, without --fit-target {kv.fit_target_mib}"
-    if device.spills:   # weights give way to what it must be
-        return ArenaRoom(left // MIB * MIB)
-    if device.is_host:   # every page has its place in the history too
-        return ArenaRoom(left // 2 // MIB * MIB, f"{source}, the history beside it in the same memory")
-    return ArenaRoom(left // MIB * MIB, source)
-
-
-def plan_memory(
-    pages: Pages, need: PoolNeed, buffers: Mapping[Phase, PhaseBuffers], *,
-    arena_bytes: int | None, pool_bytes: int | None, room: ArenaRoom | None, advice: str = "", ring_bytes: int = 0,
-) -> MemoryPlan:
-    """The arena or the pool as asked for; else an arena for the whole context, cut to a fair part of free memory.
-
-    room        that an arena which is chosen here may take; None: as much as it needs
-    ring_bytes  of the arena, through which weights pass
-
-    ``BudgetError`` if that is too small.
-    """
-    prefill, decode = (
-        PhaseRequest.of_bytes(phase, buffers[phase].size_bytes) for phase in (Phase.PREFILL, Phase.DECODE)
-    )
-    geometry = pages.shared
-    persistent: tuple[RegionRequest, ...] = ()
-    if ring_bytes:
-        persistent = (RegionRequest(WEIGHTS_RING, ring_bytes, persistent=True),)
-    if pages.sliding is not None:
-        size = need.sliding_slots * pages.sliding.page_bytes
-        persistent += (RegionRequest(SLIDING_POOL, size, persistent=True),)
-    if pool_bytes is not None:
-        return MemoryPlan.pool_only(
-            pool_bytes=pool_bytes, slot_bytes=geometry.page_bytes, min_slots=need.least_slots,
-            prefill=prefill, decode=decode, persistent=persistent, advice=advice,
-        )
-    if ring_bytes:
-        lever = advice or "lower --ubatch-size"
-        advice = f"{lever}, or use --gpu-layers all: {mib_ceil(ring_bytes)} MiB of it are for weights that pass through"
-    if arena_bytes is None:
-        least, every = (
-            max(
-                required_bytes(request, slot_bytes=geometry.page_bytes, slots=slots, persistent=persistent)
-                for request in (prefill, decode)
-            )
-            for slots in (need.least_slots, need.all_slots)
-        )
-        if room is not None:
-            room.check(least)
-        fair = every if room is None else min(every, room.size_bytes)
-        arena_bytes = mib_ceil(max(least, fair)) * MIB
-    return MemoryPlan(
-        arena_bytes, geometry.page_bytes, need.least_slots, prefill, decode, persistent, advice=advice
-    )
