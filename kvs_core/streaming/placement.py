@@ -27,7 +27,7 @@ class Placement:
 
     decide ─> apply     a decision is a value; nothing moves before it is applied
 
-    state   what was decided, where it has been applied or the pages it is for are not there yet
+    state   the decision that is applied or, behind ``expect_resident``, is to be
     pages   per layer that exist, resident or streamed
     plans   of the layers, which it tells whenever a page moves
     """
