@@ -23,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.commit import commit  # noqa: E402
+from benchmarks.commit import commit
 
 WARM_RUNS = 3
 _KVS = [sys.executable, "-c", "import sys; from kvs_cli.app import main; sys.exit(main())"]

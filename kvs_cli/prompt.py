@@ -120,7 +120,7 @@ def _check_size(text: str, tokenizer: Tokenizer, context: ContextPlan) -> None:
     if least_tokens >= context.context_tokens:
         raise ContextError(
             f"the prompt has {size_bytes} bytes, at least {least_tokens} tokens; the context holds "
-            f"{context.context_tokens}; {context.advice}",
+            f"{context.context_tokens}; {context.advice('shorten the prompt')}",
             prompt_tokens=least_tokens,
             context_tokens=context.context_tokens,
         )

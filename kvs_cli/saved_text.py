@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvs_cli.open_model import OpenModel
-from kvs_core.engine.checkpoints import Checkpoints
 from kvs_core.engine.context_shift import ContextShift
 from kvs_core.engine.engine import Engine
 from kvs_core.engine.session import Session
@@ -34,7 +33,7 @@ class SavedText:
         """Takes the file up if there is one. ``SessionFileError`` if it does not fit."""
         defaults = CacheSettings()
         self.session = Session(
-            engine, Checkpoints(defaults.checkpoints, defaults.ram_mib * MIB, engine.kept_bytes),
+            engine, engine.make_checkpoints(defaults.checkpoints, defaults.ram_mib * MIB),
             checkpoint_tokens=defaults.checkpoint_tokens,
         )
         self._path = path

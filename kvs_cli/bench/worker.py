@@ -27,7 +27,7 @@ from kvs_cli.logging import configure_logging
 from kvs_cli.open_model import OpenModel, open_engine, open_model
 from kvs_cli.options import parse
 from kvs_cli.render import Screen
-from kvs_core.engine.budget import arena_for
+from kvs_core.engine.arena_size import arena_for
 from kvs_core.engine.engine import Engine
 from kvs_core.engine.measuring import free_bytes
 from kvs_core.errors import LESS_MEMORY, KvsError

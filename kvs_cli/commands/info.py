@@ -12,7 +12,8 @@ from kvs_cli.render import Screen, print_json, print_sections
 from kvs_core.device.cuda.weights import part_bytes as cuda_part_bytes
 from kvs_core.device.host.machine import available_ram_bytes
 from kvs_core.device.host.parts import part_bytes as host_part_bytes
-from kvs_core.engine.budget import Budget, arena_for, plan_budget
+from kvs_core.engine.arena_size import arena_for
+from kvs_core.engine.budget import Budget, plan_budget
 from kvs_core.engine.split import Splits
 from kvs_core.memory.phases import Phase
 from kvs_core.models.recurrent import state_bytes

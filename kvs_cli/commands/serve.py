@@ -32,7 +32,6 @@ from kvs_cli.server.routes import Routes
 from kvs_cli.server.service import Service
 from kvs_cli.server.slot import Conversation
 from kvs_core.device.choose import begin_opening
-from kvs_core.engine.checkpoints import Checkpoints
 from kvs_core.engine.context_shift import most_kept
 from kvs_core.engine.engine import Engine
 from kvs_core.engine.parked import ParkedSessions
@@ -153,7 +152,7 @@ def _room(settings: ServeSettings, model: OpenModel, engine: Engine) -> Room:
     cache = settings.cache
     # Where nothing may be set aside, the conversation in hand still has its checkpoints.
     limit_bytes = cache.ram_mib * MIB if cache.ram_mib > 0 else sys.maxsize
-    checkpoints = Checkpoints(cache.checkpoints, limit_bytes, engine.kept_bytes) if cache.checkpoints else None
+    checkpoints = engine.make_checkpoints(cache.checkpoints, limit_bytes) if cache.checkpoints else None
     session = Session(engine, checkpoints, checkpoint_tokens=cache.checkpoint_tokens)
     parked = ParkedSessions(
         cache.ram_mib * MIB if cache.ram_mib >= 0 else sys.maxsize,

@@ -13,7 +13,7 @@ from kvs_core.models.registry import read_spec
 from kvs_core.models.synthetic import synthetic_model
 from kvs_core.settings import LoggingSettings
 from kvs_core.settings.kinds import as_path
-from kvs_core.settings.rooms import SYNTHETIC_PREFIX
+from kvs_core.settings.sources import SYNTHETIC_PREFIX
 from kvs_core.units import MIB, mib_ceil
 
 LOGGER = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvs_cli.plan.plan import Plan
-from kvs_core.engine.budget import arena_for
+from kvs_core.engine.arena_size import arena_for
 from kvs_core.engine.forecast import Point
 from kvs_core.memory.phases import Phase
 from kvs_core.units import mib_ceil

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from kvs_cli.open_model import OpenModel, gpu_layers
 from kvs_core.device.base import Device
 from kvs_core.device.host.machine import available_ram_bytes
-from kvs_core.engine.budget import BudgetDevice, Drafting, arena_for, plan_budget
+from kvs_core.engine.arena_size import arena_for
+from kvs_core.engine.budget import BudgetDevice, Drafting, plan_budget
 from kvs_core.engine.forecast import Point, Rounds, Setup, contexts, forecast
 from kvs_core.engine.held import cache_limit_bytes, held_on_cuda, held_on_host, held_weights
 from kvs_core.engine.rates import Found, find_rates, forget_rates

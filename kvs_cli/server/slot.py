@@ -5,7 +5,7 @@ keeps, and what /slots tells.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -181,12 +181,15 @@ class Conversation:
         finally:
             self._note_parked()
 
-    def _leave(self, tokens: Sequence[int]) -> None:
+    def _leave(self, tokens: Sequence[int], goes_on: Callable[[int], bool]) -> None:
         """Set aside what the session holds, unless ``tokens``, which it is to hold, give all of it: where it ended, a
-        model that needs checkpoints to go back may find none."""
+        model that needs checkpoints to go back may find none, and another one may lack what windows have passed.
+
+        goes_on  whether the session will find the pages to go on behind so many of the tokens
+        """
         held = self.session.tokens
         anywhere = self.session.engine.can_rewind and not self.session.engine.drops_passed
-        given = list(tokens[: len(held)] if anywhere else tokens) == held
+        given = list(tokens[: len(held)] if anywhere else tokens) == held and goes_on(len(held))
         if not given and self._can_set_aside():
             self._set_aside()
 

@@ -19,9 +19,8 @@ import numpy as np
 
 from kvs_core.device.base import Device
 from kvs_core.device.operands import Buffer
+from kvs_core.memory.arena import ALIGNMENT
 from kvs_core.units import align_up
-
-_ALIGNMENT = 256  # bytes; what every CUDA allocation has, and a multiple of any vector load
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +35,7 @@ class BufferSpec:
     @property
     def size_bytes(self) -> int:
         """Bytes of the array, rounded up so that the next one is aligned."""
-        return align_up(prod(self.shape) * np.dtype(self.dtype).itemsize, _ALIGNMENT)
+        return align_up(prod(self.shape) * np.dtype(self.dtype).itemsize, ALIGNMENT)
 
 
 def workspace_bytes(specs: Sequence[BufferSpec]) -> int:
@@ -59,7 +58,7 @@ class Workspace:
 
     def __init__(self, device: Device, offset: int, size: int, specs: Sequence[BufferSpec]) -> None:
         """Bind ``specs`` in arena bytes [offset, offset + size); ``size`` is at least ``workspace_bytes(specs)``."""
-        assert offset % _ALIGNMENT == 0, f"a workspace at offset {offset}"
+        assert offset % ALIGNMENT == 0, f"a workspace at offset {offset}"
         assert workspace_bytes(specs) <= size, f"{workspace_bytes(specs)} bytes in a workspace of {size}"
         self._buffers: dict[str, Buffer] = {}
         for spec, at in _placed(specs):

@@ -1,4 +1,4 @@
-"""How much arena an engine needs, asks for and gets: from sizes to a ``MemoryPlan``. Pure."""
+"""What a model and a context take of a device: from sizes to pages, workspaces and a ``MemoryPlan``. Pure."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from operator import mul
 
 from kvs_core.device.base import Device, StepSizes
 from kvs_core.device.workspace import BufferSpec
-from kvs_core.engine.arena_room import ArenaRoom
+from kvs_core.engine.arena_size import PoolNeed, arena_room, plan_memory
 from kvs_core.engine.levers import way_out
 from kvs_core.engine.pages import Pages
 from kvs_core.engine.windows import Windows, plan_windows, sliding_pages
 from kvs_core.errors import BudgetError, CapabilityError, KvsError, SettingsError
-from kvs_core.memory.arena import RegionRequest
-from kvs_core.memory.phases import WEIGHTS_RING, MemoryPlan, Phase, PhaseRequest, required_bytes
+from kvs_core.memory.phases import MemoryPlan, Phase
 from kvs_core.models.model import forward_buffers, logit_buffers, step_sizes
 from kvs_core.models.nextn import table_bytes
 from kvs_core.models.recurrent import MAX_ROWS, state_bytes
@@ -29,8 +28,8 @@ from kvs_core.paging.residency import (
 )
 from kvs_core.paging.spans import LEAST_SCRATCH_GROUPS
 from kvs_core.settings.rooms import ContextPlan, ContextSettings, KvSettings
-from kvs_core.streaming.handover import SLIDING_POOL, PhaseBuffers, attention_scratch
-from kvs_core.units import MIB, align_up, ceil_div, mib_ceil
+from kvs_core.streaming.handover import PhaseBuffers, attention_scratch
+from kvs_core.units import MIB, align_up, ceil_div
 
 DECODE_ROWS = MAX_ROWS
 """Rows of the decode workspace: one, or a verify of up to seven drafts."""
@@ -126,18 +125,6 @@ def phase_buffers(
         group_rows = held * rows if phase is Phase.DECODE else 0
         buffers[phase] = PhaseBuffers(tuple(specs), tuple(name for name, _ in scratch), group_rows)
     return buffers
-
-
-@dataclass(frozen=True, slots=True)
-class PoolNeed:
-    """Slots of the KV pool: the fewest that run any context of this size, and those that hold all of it.
-
-    sliding_slots  of the pool of layers that slide, where they have one; always as many
-    """
-
-    least_slots: int
-    all_slots: int
-    sliding_slots: int = 0
 
 
 def pool_need(
@@ -271,9 +258,8 @@ def plan_budget(
     try:
         memory = plan_memory(
             pages, need, buffers, arena_bytes=arena_bytes, pool_bytes=pool_bytes,
-            room=ArenaRoom.of(
-                kv, free_bytes - state_bytes(spec), spills=device.spills, is_host=device.is_host,
-            ), ring_bytes=ring_bytes,
+            room=arena_room(kv, free_bytes - state_bytes(spec), is_host=device.is_host, spills=device.spills),
+            ring_bytes=ring_bytes,
         )
     except BudgetError as error:
         if not advise or (arena_bytes is None and pool_bytes is None):
@@ -335,54 +321,3 @@ def _check_ring(kv: KvSettings, need: PoolNeed, pool_slots: int) -> None:
                 f"{flag} {pages}: the pool has {pool_slots} pages, of which {need.least_slots - 1} must stay resident; "
                 f"use at most {most}, or 0 to have it chosen"
             )
-
-
-def arena_for(memory: MemoryPlan, slots: int) -> int:
-    """The least arena, in bytes, whose pool has that many slots in both phases."""
-    return max(
-        required_bytes(
-            memory.request(phase), slot_bytes=memory.slot_bytes, slots=slots, persistent=memory.persistent
-        )
-        for phase in Phase
-    )
-
-
-def plan_memory(
-    pages: Pages, need: PoolNeed, buffers: Mapping[Phase, PhaseBuffers], *,
-    arena_bytes: int | None, pool_bytes: int | None, room: ArenaRoom | None, ring_bytes: int = 0,
-) -> MemoryPlan:
-    """The arena or the pool as asked for; else an arena for the whole context, cut to a fair part of free memory.
-
-    room        that an arena which is chosen here may take; None: as much as it needs
-    ring_bytes  of the arena, through which weights pass
-
-    ``BudgetError`` if that is too small.
-    """
-    prefill, decode = (
-        PhaseRequest.of_bytes(phase, buffers[phase].size_bytes) for phase in (Phase.PREFILL, Phase.DECODE)
-    )
-    geometry = pages.shared
-    persistent: tuple[RegionRequest, ...] = ()
-    if ring_bytes:
-        persistent = (RegionRequest(WEIGHTS_RING, ring_bytes, persistent=True),)
-    if pages.sliding is not None:
-        size = need.sliding_slots * pages.sliding.page_bytes
-        persistent += (RegionRequest(SLIDING_POOL, size, persistent=True),)
-    if pool_bytes is not None:
-        return MemoryPlan.pool_only(
-            pool_bytes=pool_bytes, slot_bytes=geometry.page_bytes, min_slots=need.least_slots,
-            prefill=prefill, decode=decode, persistent=persistent,
-        )
-    if arena_bytes is None:
-        least, every = (
-            max(
-                required_bytes(request, slot_bytes=geometry.page_bytes, slots=slots, persistent=persistent)
-                for request in (prefill, decode)
-            )
-            for slots in (need.least_slots, need.all_slots)
-        )
-        if room is not None:
-            room.check(least)
-        fair = every if room is None else min(every, room.size_bytes)
-        arena_bytes = mib_ceil(max(least, fair)) * MIB
-    return MemoryPlan(arena_bytes, geometry.page_bytes, need.least_slots, prefill, decode, persistent)

@@ -15,9 +15,10 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from kvs_core.device.base import Captured, Device, StepInputs
+from kvs_core.device.copied import NONE_COPIED, Copied
 from kvs_core.errors import DeviceMemoryError
 from kvs_core.streaming.kv_step import KvStep
-from kvs_core.streaming.weight_stream import NONE_MOVED, Moved, WeightStream
+from kvs_core.streaming.weight_stream import WeightStream
 
 LOGGER = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ class _Recording:
     signature: Hashable
     work: Captured
     moved: Counter[int]   # bytes of pages copied to the device by each launch, by layer
-    weights: Moved        # and of weights
+    weights: Copied       # and of weights
 
 
 class CapturedSteps:
@@ -100,7 +101,7 @@ class CapturedSteps:
         self, signature: Hashable, inputs: StepInputs, kv: KvStep, record: Callable[[], None]
     ) -> _Recording:
         before = kv.moved
-        weights = NONE_MOVED if self._weights is None else self._weights.moved
+        weights = NONE_COPIED if self._weights is None else self._weights.moved
         try:
             work = self._device.capture(inputs, record)
         finally:

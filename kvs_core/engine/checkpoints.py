@@ -15,6 +15,8 @@ import numpy as np
 from kvs_core.models.recurrent import StateSnapshot
 from kvs_core.streaming.history import ParkedHistory
 
+_LEAST_HELD = 2   # that ``thin`` leaves
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:
@@ -47,15 +49,20 @@ class ParkedSequence:
 
 class Checkpoints:
     """Those of one conversation, by position; at most so many and so many bytes, what the history keeps for them
-    included. The first to go is the one whose loss leaves the smallest gap, not the newest."""
+    included. The first to go is the one whose loss leaves the smallest gap, not the newest.
+
+    are_alike  each takes as much as any other
+    """
 
     def __init__(
-        self, most: int, most_bytes: int, kept_bytes: Callable[[Sequence[int]], int] = lambda positions: 0
+        self, most: int, most_bytes: int, kept_bytes: Callable[[Sequence[int]], int] | None = None
     ) -> None:
-        """``kept_bytes``: of the history, for these positions; see ``Engine.kept_bytes``."""
+        """``kept_bytes``: of the history, for these positions, see ``Engine.kept_bytes``; None: it keeps nothing for
+        any, and they are alike."""
         self._most = most
         self._most_bytes = most_bytes
         self._kept_bytes = kept_bytes
+        self.are_alike = kept_bytes is None
         self._held: list[Checkpoint] = []
 
     def __len__(self) -> int:
@@ -78,7 +85,8 @@ class Checkpoints:
 
     def bytes_of(self, held: Sequence[Checkpoint]) -> int:
         """The same of these, were they all."""
-        return sum(each.size_bytes for each in held) + self._kept_bytes([each.position for each in held])
+        kept_bytes = 0 if self._kept_bytes is None else self._kept_bytes([each.position for each in held])
+        return sum(each.size_bytes for each in held) + kept_bytes
 
     def add(self, checkpoint: Checkpoint) -> bool:
         """Keep it, unless it alone takes more than all may; tell whether. One of its position, and those behind it, are
@@ -88,24 +96,23 @@ class Checkpoints:
             return False
         self._held.append(checkpoint)
         while len(self._held) > self._most or self.size_bytes > self._most_bytes:
-            self._held.pop(self._least_missed())
+            self._held.pop(_least_missed(self._held))
         return True
 
     def thin(self) -> bool:
         """Drop the one that is missed least, but for the last two; False if there are no more."""
-        if len(self._held) < 3:
+        if len(self._held) <= _LEAST_HELD:
             return False
-        self._held.pop(self._least_missed())
+        self._held.pop(_least_missed(self._held))
         return True
 
     @property
     def thinnest(self) -> Sequence[Checkpoint]:
         """Those that are left when ``thin`` can do no more."""
-        others = Checkpoints(self._most, self._most_bytes)
-        others._held = list(self._held)
-        while others.thin():
-            pass
-        return others.held
+        left = list(self._held)
+        while len(left) > _LEAST_HELD:
+            left.pop(_least_missed(left))
+        return left
 
     def best(self, tokens: int) -> Checkpoint | None:
         """The last one at or before a position."""
@@ -115,9 +122,11 @@ class Checkpoints:
         """Drop those behind a position: the text is another from there on."""
         self._held = [held for held in self._held if held.position <= tokens]
 
-    def _least_missed(self) -> int:
-        if len(self._held) < 3:
-            return 0
-        positions = [0, *self.positions]
-        gaps = [positions[index + 2] - positions[index] for index in range(len(self._held) - 1)]
-        return gaps.index(min(gaps))
+
+def _least_missed(held: Sequence[Checkpoint]) -> int:
+    """Which of them, by position, leaves the smallest gap; never the newest, unless it is the only one."""
+    if len(held) < 3:
+        return 0
+    positions = [0, *(each.position for each in held)]
+    gaps = [positions[index + 2] - positions[index] for index in range(len(held) - 1)]
+    return gaps.index(min(gaps))

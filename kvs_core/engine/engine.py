@@ -23,7 +23,7 @@ import numpy as np
 from kvs_core.device.base import Device
 from kvs_core.engine.budget import NO_DRAFTING, Drafting
 from kvs_core.engine.captured import CapturedSteps
-from kvs_core.engine.checkpoints import Checkpoint, ParkedSequence
+from kvs_core.engine.checkpoints import Checkpoint, Checkpoints, ParkedSequence
 from kvs_core.engine.loading import load_within_budget
 from kvs_core.engine.reports import KvReport, WeightsReport
 from kvs_core.engine.step import Kept, Step, StepParts
@@ -251,6 +251,10 @@ class Engine:
         its end."""
         hidden = 0 if self._model.nextn is None else int(self._model.nextn.hidden[0].nbytes)
         return self._kv.parked_bytes(kept) + self._state.snapshot_bytes + hidden
+
+    def make_checkpoints(self, most: int, most_bytes: int) -> Checkpoints:
+        """Where a session on this engine may keep its own: at most so many, and so many bytes of host memory."""
+        return Checkpoints(most, most_bytes, self.kept_bytes if self.drops_passed else None)
 
     def kept_bytes(self, positions: Sequence[int]) -> int:
         """Host memory that ``keep`` keeps for these positions, once windows have passed them."""

@@ -158,7 +158,7 @@ class Session:
                     "a checkpoint is not kept: it takes %.0f MiB, more than all may; prompts that differ are read anew",
                     self._checkpoints.bytes_of([made]) / MIB,
                 )
-            if made.size_bytes == self._checkpoints.bytes_of([made]):   # as any other would; not what windows saw
+            if self._checkpoints.are_alike:   # no other will be kept
                 self._checkpoints = None
         self._keep_checkpoints()
 
@@ -310,17 +310,11 @@ def check_prompt(prompt_tokens: int, context: ContextPlan, *, is_session: bool =
 
     is_session  the prompt is all that a session holds
     """
-    if is_session and prompt_tokens >= context.context_tokens:
-        raise ContextError(
-            f"the session has {prompt_tokens} tokens and fills the context of {context.context_tokens}; raise "
-            "--ctx-size, or use --context-shift",
-            prompt_tokens=prompt_tokens,
-            context_tokens=context.context_tokens,
-        )
     if prompt_tokens >= context.context_tokens:
+        what, lever = ("session", "use --context-shift") if is_session else ("prompt", "shorten the prompt")
         raise ContextError(
-            f"the prompt has {prompt_tokens} tokens, the context holds {context.context_tokens} and must leave room "
-            f"for one more; {context.advice}",
+            f"the {what} has {prompt_tokens} tokens, the context holds {context.context_tokens} and must leave room "
+            f"for one more; {context.advice(lever)}",
             prompt_tokens=prompt_tokens,
             context_tokens=context.context_tokens,
         )

@@ -112,11 +112,13 @@ def save_session(session: Session, path: Path, key: str, tail: Sequence[int] = (
 
 
 def load_session(
-    session: Session, path: Path, key: str, *, leave: Callable[[Sequence[int]], None] | None = None
+    session: Session, path: Path, key: str, *,
+    leave: Callable[[Sequence[int], Callable[[int], bool]], None] | None = None,
 ) -> SavedSession:
     """Have the session go on where a saved one stood.
 
-    leave  called with the file's tokens once all of it is known to fit, before the session becomes empty
+    leave  called once all of the file is known to fit, before the session becomes empty: with its tokens, and what
+           tells whether it has the pages to go on behind so many of them
 
     ``SessionFileError`` if the file does not fit; then nothing has changed. If the history has no room for its pages,
     that error is raised and the session is empty.
@@ -147,7 +149,7 @@ def load_session(
             checkpoints = [_read_checkpoint(file, header["arrays"], position) for position in header["positions"]]
             file.seek(pages_at)
             if leave is not None:
-                leave(tokens)
+                leave(tokens, lambda count: _lacking(pages, engine, count) is None)
             session.take_up(tokens, _pages(file, engine.page_bytes, pages), checkpoints)
     except OSError as error:
         raise SessionFileError(f"{path}: the session cannot be read: {error.strerror or error}") from error
@@ -266,13 +268,19 @@ def _read_pages(header: dict[str, Any], engine: Engine, path: Path) -> list[list
         can_be_read = False
     if not can_be_read:
         raise SessionFileError(f"{path}: its header cannot be read; save it again")
-    for layer, held in enumerate(pages):
-        if not set(engine.needed_pages(layer, tokens)) <= set(held):
-            raise SessionFileError(
-                f"{path}: has {len(held)} of {len(every)} pages of a layer, and this session needs more; save it with "
-                "--swa-full, or leave out --context-shift"
-            )
+    lacking = _lacking(pages, engine, tokens)
+    if lacking is not None:
+        raise SessionFileError(
+            f"{path}: has {len(lacking)} of {len(every)} pages of a layer, and this session needs more; save it with "
+            "--swa-full, or leave out --context-shift"
+        )
     return pages
+
+
+def _lacking(pages: Sequence[Sequence[int]], engine: Engine, tokens: int) -> Sequence[int] | None:
+    """The first layer's pages of which some are missing for a session that goes on behind ``tokens`` tokens."""
+    needed = (set(engine.needed_pages(layer, tokens)) for layer in range(engine.kv_layers))
+    return next((held for held, wanted in zip(pages, needed, strict=True) if not wanted.issubset(held)), None)
 
 
 def _check_header(

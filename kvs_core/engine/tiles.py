@@ -17,6 +17,7 @@ import numpy as np
 from kvs_core.device.base import Device
 from kvs_core.device.operands import Buffer
 from kvs_core.device.workspace import BufferSpec, Workspace, workspace_bytes
+from kvs_core.memory.arena import ALIGNMENT
 from kvs_core.memory.phases import Phase
 from kvs_core.models.model import forward_buffers
 from kvs_core.models.recurrent import MAX_ROWS, lent_rings
@@ -28,8 +29,6 @@ from kvs_core.streaming.handover import Layout, attention_scratch, scratch_name
 from kvs_core.streaming.kv_stream import KvStream
 from kvs_core.streaming.layer_kv import AttentionScratch
 from kvs_core.units import align_up, ceil_div
-
-_ALIGNMENT = 256   # of a workspace in the arena
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +77,7 @@ class TileRoom:
         if not self._kv.can_lend(self._kv.lent_slots, rows):
             self._kv.end_loan()   # of a wider step, which leaves too little for this one
         first_slot = self._kv.lend(self._slots(rows))
-        offset = align_up(layout.pool_offset + first_slot * self._kv.geometry.page_bytes, _ALIGNMENT)
+        offset = align_up(layout.pool_offset + first_slot * self._kv.geometry.page_bytes, ALIGNMENT)
         ring_specs = list(self._ring_specs(rows))
         places = Workspace(self._device, offset, workspace_bytes(ring_specs), ring_specs)
         rings = {
@@ -102,7 +101,7 @@ class TileRoom:
     def _slots(self, rows: int) -> int:
         size = workspace_bytes(list(self._ring_specs(rows)))
         size += (ceil_div(rows, MAX_ROWS) - 1) * workspace_bytes(self._tile_specs)
-        return ceil_div(size + _ALIGNMENT, self._kv.geometry.page_bytes)
+        return ceil_div(size + ALIGNMENT, self._kv.geometry.page_bytes)
 
     def _ring_specs(self, rows: int) -> Iterator[BufferSpec]:
         for layer in self._spec.recurrent_layers:

@@ -33,7 +33,7 @@ from kvs_core.models.registry import ARCHS
 from kvs_core.models.rope import DIVISORS
 from kvs_core.models.spec import TensorSpec
 from kvs_core.models.weights import POST_NORMS, is_matrix
-from kvs_core.settings.rooms import SYNTHETIC_PREFIX
+from kvs_core.settings.sources import SYNTHETIC_PREFIX
 
 Quant = GGMLQuantizationType
 

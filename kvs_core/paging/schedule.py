@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 from kvs_core.paging.geometry import GROUP_PAGES
 from kvs_core.paging.slabs import slab_of
 from kvs_core.units import align_up, ceil_div
 
-_BATCH_SHARE = 5          # of the ring: a fifth for what several layers have together
-_LAYER_SHARE = 3, 4       # three quarters for one layer
+_BATCH_SHARE = Fraction(1, 5)   # of the ring, for what several layers have together
+_LAYER_SHARE = Fraction(3, 4)   # for one layer
 _SMALL_BATCHES = 3        # at the beginning of a step
 _MOST_EVEN_TURNS = 32     # around the ring in a step; where there are more, what each one leaves empty costs little
 
@@ -143,11 +144,10 @@ def _batch_ends(by_layer: Sequence[Sequence[Run]], ring_slots: int) -> tuple[int
     runs lie apart means that all of them can be there at once when what came before it has been given back. A step
     begins with a full ring: until its first batches have been read the link has nothing to do, so these are small.
     """
-    most = ring_slots // _BATCH_SHARE
-    share, whole = _LAYER_SHARE
+    most, most_of_one = (int(ring_slots * share) for share in (_BATCH_SHARE, _LAYER_SHARE))
     units: list[Sequence[Run]] = []
     for runs in by_layer:
-        small = 0 < whole * sum(run.pages for run in runs) <= share * ring_slots and _lie_apart(runs)
+        small = 0 < sum(run.pages for run in runs) <= most_of_one and _lie_apart(runs)
         units += [runs] if small else [[run] for run in runs]
     ends: list[int] = []
     batch: list[Run] = []

@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from kvs_core.memory.arena import ALIGNMENT
 from kvs_core.units import align_up
-
-_ALIGNMENT = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +30,14 @@ class WeightRing:
     @property
     def size_bytes(self) -> int:
         """Of the region: the two largest neighbours. 0 without parts."""
-        sizes = [align_up(size, _ALIGNMENT) for size in self.part_bytes]
+        sizes = [align_up(size, ALIGNMENT) for size in self.part_bytes]
         return max((first + second for first, second in pairwise([*sizes, *sizes[:1]])), default=0)
 
     def places(self, region_bytes: int) -> Sequence[range]:
         """The bytes of each part in a region of at least ``size_bytes``, a multiple of 256."""
         assert self.size_bytes <= region_bytes, (self.size_bytes, region_bytes)
         starts = [
-            region_bytes - align_up(size, _ALIGNMENT) if number % 2 else 0
+            region_bytes - align_up(size, ALIGNMENT) if number % 2 else 0
             for number, size in enumerate(self.part_bytes)
         ]
         return [range(start, start + size) for start, size in zip(starts, self.part_bytes, strict=True)]

@@ -4,7 +4,7 @@
     general, model, context, kv, device, sampling, template, speculative, logging, server, foreign
                             the rows, by theme; foreign: what kvs does not do
     table.py                all rows, and look-up by key, flag and YAML key
-    rooms.py · drafters.py · serving.py
+    rooms.py · sources.py · drafters.py · serving.py
                             what the rooms receive (exported here); typed.py builds it and checks rules between settings
 
 Reading the command line, variables and files is not here: ``kvs_cli/options.py`` does it.
@@ -21,11 +21,9 @@ from kvs_core.settings.rooms import (
     ContextSettings,
     DeviceSettings,
     EngineSettings,
-    HubModel,
     InfoSettings,
     KvSettings,
     LoggingSettings,
-    ModelSettings,
     OutputSettings,
     PlanSettings,
     PromptSettings,
@@ -33,10 +31,9 @@ from kvs_core.settings.rooms import (
     RopeScaling,
     RopeSettings,
     RunSettings,
-    SyntheticModel,
-    UrlModel,
 )
 from kvs_core.settings.serving import AccessSettings, CacheSettings, ListenSettings, ReplySettings, ServeSettings
+from kvs_core.settings.sources import HubModel, ModelSettings, SyntheticModel, UrlModel
 
 __all__ = [
     "KV_TYPES",

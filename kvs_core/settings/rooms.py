@@ -1,8 +1,8 @@
 """What the rooms receive: frozen values, checked once at birth, built from the table's values by ``typed.py``.
 
     RunSettings, InfoSettings, PlanSettings
-    ├── engine: EngineSettings   model · context · kv · rope · device · speculative (drafters.py): all that the engine
-    │                            is built from
+    ├── engine: EngineSettings   model (sources.py) · context · kv · rope · device · speculative (drafters.py): all that
+    │                            the engine is built from
     ├── sampling                 explicit sampling values only, under llama-server's API names
     ├── prompt, chat             what to continue, and how it is wrapped
     ├── constraint               what the text has to follow
@@ -21,6 +21,7 @@ from typing import Literal, get_args
 
 from kvs_core.errors import SettingsError
 from kvs_core.settings.drafters import SpeculativeSettings
+from kvs_core.settings.sources import ModelSettings
 from kvs_core.units import align_up
 
 KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
@@ -31,50 +32,6 @@ VERBOSITY_ALL = 5
 ResidencyMode = Literal["adaptive", "window", "resident"]
 RopeScaling = Literal["none", "linear", "yarn"]
 MAX_ROPE_SCALE = 1e6   # a context of a million contexts, or the inverse
-
-
-@dataclass(frozen=True, slots=True)
-class HubModel:
-    """A model of a hub repository, ``user/model[:quant]``, or the file of that name in it."""
-
-    repo: str
-    file: str | None = None
-    token: str | None = field(default=None, repr=False)
-
-
-@dataclass(frozen=True, slots=True)
-class UrlModel:
-    """A model at an http or https address."""
-
-    url: str
-
-
-SYNTHETIC_PREFIX = "synthetic:"
-"""Of the name that ``--model`` takes instead of a file."""
-
-
-@dataclass(frozen=True, slots=True)
-class SyntheticModel:
-    """A model with random weights, made instead of read; the name is without its prefix."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSettings:
-    """Which model, and how its file is read.
-
-    source       a file (part 00001 of a split one), where to fetch it from if the cache lacks it, or a synthetic model;
-                 None: the demo model that comes with kvs
-    offline      the cache alone is asked
-    override_kv  ``key=type:value`` texts, read with the file
-    scan         all weights are looked at for NaN and infinity first
-    """
-
-    source: Path | HubModel | UrlModel | SyntheticModel | None
-    offline: bool = False
-    override_kv: tuple[str, ...] = ()
-    scan: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +48,9 @@ class ContextPlan:
     capped: bool
     longest: bool
 
-    @property
-    def advice(self) -> str:
-        """What to do about a prompt that is too long."""
-        if self.longest:
-            return "the model was trained for no more: shorten the prompt"
-        return "raise --ctx-size or shorten the prompt"
+    def advice(self, lever: str) -> str:
+        """What to do about a text that is too long: ``lever``, or raise --ctx-size where that can be."""
+        return f"the model was trained for no more: {lever}" if self.longest else f"raise --ctx-size or {lever}"
 
 
 @dataclass(frozen=True, slots=True)

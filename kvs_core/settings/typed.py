@@ -19,27 +19,23 @@ from kvs_core.settings.escapes import expand_escapes
 from kvs_core.settings.kinds import as_path
 from kvs_core.settings.rooms import (
     ALL_LAYERS,
-    SYNTHETIC_PREFIX,
     VERBOSITY_ALL,
     ChatSettings,
     ConstraintSettings,
     ContextSettings,
     DeviceSettings,
     EngineSettings,
-    HubModel,
     InfoSettings,
     KvSettings,
     LoggingSettings,
-    ModelSettings,
     OutputSettings,
     PlanSettings,
     PromptSettings,
     RopeSettings,
     RunSettings,
-    SyntheticModel,
-    UrlModel,
 )
 from kvs_core.settings.serving import AccessSettings, CacheSettings, ListenSettings, ReplySettings, ServeSettings
+from kvs_core.settings.sources import SYNTHETIC_PREFIX, HubModel, ModelSettings, SyntheticModel, UrlModel
 from kvs_core.settings.table import TABLE
 
 Values = Mapping[str, Any]

@@ -7,7 +7,8 @@ tokens per second is asked, or none is.
 
 Where the model drafts behind them, an n-gram draft that fails costs what the model's would have given. So there a
 drafter is watched first: it says what it would draft, the model drafts all the same, and what is written shows how much
-of it was right. It is asked once that promises more than such rounds give, and watched again when it no longer does.
+of it was right. It is asked once that promises more than such rounds give, and watched again when it no longer does, or
+when its own rounds take too long for what they give.
 
     at first     a drafter's first draft, and a second one if any of the first was accepted; the first long draft; and
                  two rounds without, where no other came by itself
@@ -169,9 +170,7 @@ class Returns:
     def _limit(self, name: str, limit: int) -> int:
         short = self._kinds[name, False]
         if self._watches and not self._promises(short):
-            if name not in self._watched and self._credit_s >= 0:
-                self._to_watch.append(name)
-            return 0
+            return self._not_asked(name)
         kinds = {min(limit, self._usual): short}
         if limit > self._usual and self._whole[name]:
             kinds[limit] = self._kinds[name, True]
@@ -179,11 +178,18 @@ class Returns:
             if not kind.is_known:
                 return tokens
         best_tokens, best = max(kinds.items(), key=lambda item: item[1].rate)
-        if best.rate < self._others.rate:
-            best_tokens, best = 0, self._others
+        loses = best.rate < self._others.rate
+        if loses:
+            best = self._others
         for tokens, kind in kinds.items():
             stale = self._round - kind.round >= _TRY_AGAIN
             if kind is not best and stale and kind.loss_s(best.rate) <= self._credit_s:
                 self._trials.add(name)
                 return tokens
-        return best_tokens
+        return self._not_asked(name) if loses else best_tokens
+
+    def _not_asked(self, name: str) -> int:
+        """It drafts nothing, and is watched where that tells something and there is time for it."""
+        if self._watches and name not in self._watched and self._credit_s >= 0:
+            self._to_watch.append(name)
+        return 0

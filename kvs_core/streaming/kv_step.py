@@ -143,7 +143,7 @@ class KvStep:
 
     def launched(self, moved: Counter[int]) -> None:
         """A captured step was launched that moves these bytes."""
-        self._kv.streamer.launched(moved)
+        self._kv.streamer.note_launch(moved)
 
     def after_capture(self, before: Counter[int]) -> Counter[int]:
         """The step has been captured instead of run, or its capture has failed. What was ``moved`` before it stands

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from operator import mul
 
 import numpy as np
@@ -23,16 +22,14 @@ from kvs_core.memory.phases import Phase
 from kvs_core.paging.cache import LogicalCache
 from kvs_core.paging.geometry import GROUP_PAGES, PageGeometry
 from kvs_core.paging.passed import Slides
-from kvs_core.paging.residency import Observation, ResidencyConfig, ResidencyState, residency_step
+from kvs_core.paging.residency import ResidencyConfig
 from kvs_core.paging.shift import PageMove, plan_shift
-from kvs_core.paging.spans import Chunk
 from kvs_core.streaming.feedback import Feedback
 from kvs_core.streaming.history import HostHistory, ParkedHistory
 from kvs_core.streaming.kv_step import KvStep
 from kvs_core.streaming.layer_kv import AttentionScratch, PrefillWatch
-from kvs_core.streaming.partition import Partition
+from kvs_core.streaming.placement import Placement
 from kvs_core.streaming.places import KvStats, LayerPlaces
-from kvs_core.streaming.plans import Lie, StepPlans
 from kvs_core.streaming.pools import Pools
 from kvs_core.streaming.publisher import Publisher
 from kvs_core.streaming.residents import Residents
@@ -40,7 +37,6 @@ from kvs_core.streaming.shift import ShiftLayer, shift_in_place, shift_through
 from kvs_core.streaming.streamer import Streamer
 
 _MOST_LENT = 2      # a half of the pool is the most that is lent
-_NO_SLOT = 0        # of a page that no row sees
 
 
 class KvStream:
@@ -65,8 +61,6 @@ class KvStream:
         self.cache = LogicalCache(capacity_tokens)
         self._device = device
         self._config = config
-        self._state = ResidencyState(cuts=(0,) * config.layers)
-        self._pages = 0                                      # pages per layer that exist, resident or streamed
         self._pools = Pools([config.is_apart(layer) for layer in range(config.layers)])
         self._page_bytes = tuple(each.page_bytes for each in self.geometries)
         slides = Slides(config.sliding_pages or (None,) * config.layers, geometry.page_tokens)
@@ -76,12 +70,15 @@ class KvStream:
         self.streamer = Streamer(device, self._history, self._pools.view, reads)
         self._residents = Residents(device, self.geometries, self._pools, self._history, self._publisher, self.streamer)
         self._scratch = AttentionScratch()
-        self.plans = StepPlans(device, self, len(self.reads))
-        self._partition = Partition(self.reads, self._pools, self._residents, self.streamer, self.plans)
         self.watch: PrefillWatch | None = None               # only where attention itself is measured
         self._step: KvStep | None = None
         streaming = sum(not config.slides(layer) for layer in self.reads)
         self._feedback = Feedback(config.link_bytes_per_s, max(1, streaming), other_bytes)
+        self._placement = Placement(
+            device, config, geometry.page_tokens, self.reads, self._pools, self._residents, self.streamer,
+            self._feedback,
+        )
+        self.plans = self._placement.plans
 
     # Layout: called at start and by a hand-over, between steps.
 
@@ -102,8 +99,9 @@ class KvStream:
         if pool_slots >= self._pools.shared.pool_slots:
             return
         self._publish_full()
-        decision = self._decide(pool_slots, self.cache.committed, self._pages, starved=False)
-        self._apply(decision, pool_slots, self._pages)
+        placement = self._placement
+        decision = placement.decide(pool_slots, self.cache.committed, placement.pages, starved=False)
+        placement.apply(decision, pool_slots, placement.pages)
 
     def can_lend(self, slots: int, rows: int) -> bool:
         """Whether a decode step of ``rows`` rows would run with that many slots fewer: at most half of the pool."""
@@ -111,7 +109,8 @@ class KvStream:
         if slots * _MOST_LENT > pool_slots or committed + rows > self.cache.capacity_tokens:
             return False
         try:
-            self._decide(pool_slots - slots, committed, self.geometry.pages_of(committed + rows), starved=False)
+            pages = self.geometry.pages_of(committed + rows)
+            self._placement.decide(pool_slots - slots, committed, pages, starved=False)
         except BudgetError:
             return False
         return True
@@ -135,11 +134,6 @@ class KvStream:
         if self.lent_slots > 0:
             self._device.discard(self._pools.view(table.pool_slots, self.lent_slots))
             table.resize(ring_slots=table.ring_slots, pool_slots=self._pools.slots)
-
-    @property
-    def _firsts(self) -> Sequence[int]:
-        """Of each layer, the first page that anybody reads, but none behind those that exist."""
-        return [min(first, self._pages) for first in self._state.first_pages or (0,) * self.layers]
 
     def drain(self) -> None:
         """Publish what is dirty and block until every stream is empty."""
@@ -166,11 +160,11 @@ class KvStream:
             self._publish_full()   # nothing to do, unless a publication failed before
             pages = self.geometry.pages_of(positions.stop)
             self._history.ensure(pages, self._config.first_pages(positions.start // self.geometry.page_tokens))
-            pool_slots = self._pools.shared.pool_slots
-            decision = self._decide(pool_slots, positions.start, pages, starved=self.streamer.take_starved())
-            if decision.ring_bonus < self._state.ring_bonus or not decision.ring_bonus:
+            pool_slots, placement = self._pools.shared.pool_slots, self._placement
+            decision = placement.decide(pool_slots, positions.start, pages, starved=self.streamer.take_starved())
+            if decision.ring_bonus < placement.state.ring_bonus or not decision.ring_bonus:
                 self._feedback.in_vain = False
-            self._apply(decision, pool_slots, pages)
+            placement.apply(decision, pool_slots, pages)
             self._drop_from_history()
             self.streamer.pump(between_steps=True)
         except BaseException:
@@ -208,14 +202,7 @@ class KvStream:
 
     def _drop_from_history(self) -> None:
         if self.drops_passed:
-            self._history.drop(self._passed_firsts, self._kept)
-
-    @property
-    def _passed_firsts(self) -> Sequence[int]:
-        """Of each layer, the first page that is on the device, or that the next step needs, if that comes before."""
-        firsts = self._config.first_pages(self.cache.committed // self.geometry.page_tokens)
-        on_device = self._state.first_pages or (0,) * self.layers
-        return firsts if on_device == firsts else tuple(map(min, on_device, firsts))
+            self._history.drop(self._placement.passed_firsts(self.cache.committed), self._kept)
 
     def _truncate(self, tokens: int) -> None:
         assert self._step is None
@@ -223,23 +210,15 @@ class KvStream:
         self._publisher.wait_all()
         self._residents.wait_from(pages)   # what may fail comes before what changes
         self.cache.truncate(tokens)
-        self._forget_pages(pages)
+        self._placement.cut(pages)
 
     def restore(self, tokens: int) -> None:
         """Take up a history that came from elsewhere: the cache is empty, and ``room_for`` gave the memory that was
         filled. What stays on the device comes with the next step."""
         assert self._step is None
-        self._partition.forget()
+        self._placement.forget()
         self.cache.restore(tokens)
-        self._expect(tokens)
-
-    def _expect(self, tokens: int) -> None:
-        """The history will hold that many; nothing is on the device."""
-        self._pages = self.geometry.pages_of(tokens)
-        # Where nothing is resident yet, cuts say that everything is streamed: the policy then takes back what fits.
-        cut = tokens // self.geometry.page_tokens // GROUP_PAGES * GROUP_PAGES
-        self._state = replace(self._state, cuts=(cut,) * self.layers, seen=None)
-        self.plans.forget()
+        self._placement.expect(tokens)
 
     def shift(self, attention: Sequence[AttentionParams], *, keep: int, discard: int, tokens: int) -> None:
         """Drop the rows [keep, keep + discard) and move those behind them down. Blocks; between steps.
@@ -250,7 +229,7 @@ class KvStream:
         """
         assert self._step is None
         assert self.cache.committed == 0, self.cache.committed
-        self._partition.forget()
+        self._placement.forget()
         layers = [ShiftLayer(*each) for each in zip(range(self.layers), self.geometries, attention, strict=True)]
         moves, left = plan_shift(keep, discard, tokens, self.geometry.page_tokens), tokens - discard
         self._device.begin_shift(attention, -discard)
@@ -262,18 +241,13 @@ class KvStream:
 
     def _shift_through(self, layers: Sequence[ShiftLayer], moves: Sequence[PageMove], left: int) -> None:
         """Through slots that are free; pages that are to be resident stay there."""
-        self._expect(left)
-        pool_slots = self._pools.shared.pool_slots
-        self._state = self._decide(pool_slots, left, self._pages, starved=False)
-        streamed, firsts = self._streamed(self._state), self._firsts
-        moved = shift_through(
-            self._device, self._history, self._pools, layers, moves,
-            lambda page: page.page >= firsts[page.layer] and page.page not in streamed[page.layer],
-        )
+        pool_slots, placement = self._pools.shared.pool_slots, self._placement
+        stays = placement.expect_resident(left, pool_slots)
+        moved = shift_through(self._device, self._history, self._pools, layers, moves, stays)
         for layer, size in enumerate(moved):
             self.streamer.moved[layer] += size
         self.cache.restore(left)
-        self._apply(self._state, pool_slots, self._pages)
+        placement.apply(placement.state, pool_slots, placement.pages)
 
     def forget_slid(self) -> None:
         """The cache is empty: what the history still has of layers that slide is of another text. Before ``room_for``,
@@ -292,7 +266,7 @@ class KvStream:
         Blocks. ``DeviceError`` if a copy fails; then nothing is given away, and the rows are as they were.
         """
         self.drain()
-        self._partition.forget()
+        self._placement.forget()
         tokens = self.cache.committed
         self._truncate(0)
         return self._history.hand_over(self.geometry.pages_of(tokens), tokens)
@@ -307,7 +281,7 @@ class KvStream:
         held = self._history.bytes_of(self.geometry.pages_of(self.cache.committed))
         if kept is None or not self.drops_passed:
             return held
-        return held - self._history.passed_bytes(self._passed_firsts, kept)
+        return held - self._history.passed_bytes(self._placement.passed_firsts(self.cache.committed), kept)
 
     def kept_bytes(self, positions: Sequence[int]) -> int:
         """Bytes of the history that ``keep`` keeps for these positions, once windows have passed them."""
@@ -328,7 +302,7 @@ class KvStream:
     def stats(self) -> KvStats:
         """A snapshot."""
         shared, own = self._pools.shared, self._pools.own
-        active = [self._pages - first for first in self._firsts]
+        active = [self._placement.pages - first for first in self._placement.firsts]
         return KvStats(
             pool_pages=shared.pool_slots + own.pool_slots,
             resident_pages=len(self._pools),
@@ -336,22 +310,14 @@ class KvStream:
             active_pages=sum(active),
             active_bytes=sum(map(mul, active, self._page_bytes)),
             streamed_pages_per_step=self.streamer.schedule.streamed_pages,
-            repartitions=self._partition.changes,
+            repartitions=self._placement.changes,
             history_bytes=self._history.size_bytes,
             moved_bytes=tuple(self.streamer.moved[layer] for layer in range(self.layers)),
         )
 
     def places(self) -> list[LayerPlaces]:
         """Where every page is, by layer. Between steps; costs as much as there are layers and runs in the ring."""
-        ahead: list[list[range]] = [[] for _ in range(self.layers)]
-        for run in self.streamer.in_ring:
-            ahead[self.reads[run.layer]].append(run.page_range)
-        made = []
-        for first, cut, runs in zip(self._firsts, self._state.cuts, ahead, strict=True):
-            # What was taken up from elsewhere comes to the device with the next step.
-            going = self._config.streamed(min(cut, self._pages)) if len(self._pools) else range(first, self._pages)
-            made.append(LayerPlaces.of(self._pages, going, runs, first))
-        return made
+        return self._placement.by_layer()
 
     def history_pages(self, layer: int) -> Iterator[tuple[int, np.ndarray]]:
         """The pages of a layer that the history holds of what is committed, and the bytes of each."""
@@ -375,7 +341,7 @@ class KvStream:
 
     def settle(self, keep: int) -> None:
         self.cache.settle(keep)
-        self._forget_pages(self.geometry.pages_of(self.cache.committed))
+        self._placement.cut(self.geometry.pages_of(self.cache.committed))
         # The rows are committed whatever becomes of their way home: the next step, or a drain, tries again and raises.
         with suppress(DeviceError):
             self._publish_full()
@@ -385,28 +351,10 @@ class KvStream:
         try:
             self.streamer.empty()
         finally:
-            self._forget_pages(self.geometry.pages_of(self.cache.committed))
+            self._placement.cut(self.geometry.pages_of(self.cache.committed))
 
     def pool_of(self, layer: int) -> Buffer:
         return self._pools.memory(layer)
-
-    def lie(self, read: int) -> Lie:
-        """For ``StepPlans``."""
-        layer = self.reads[read]
-        table = self._pools.table(layer)
-        streamed = self._config.streamed(self._state.cuts[layer])
-        schedule = self.streamer.schedule
-        runs, batches = (schedule.by_layer[read], schedule.batches(read)) if schedule.runs else ((), ())
-        first = self._firsts[layer]
-        newest = range(max(first, streamed.stop), self._pages)
-        slots = [_NO_SLOT] * first + table.slots_of(layer, range(streamed.start))
-        slots += [slot for run in runs for slot in run.slots]
-        slots += table.slots_of(layer, newest)
-        chunks = [Chunk(run.page_range, run, batch) for run, batch in zip(runs, batches, strict=True)]
-        if streamed.start > 0:
-            chunks.insert(0, Chunk(range(streamed.start)))
-        chunks.append(Chunk(newest))
-        return Lie(tuple(slots), tuple(chunks), self._config.slides(layer))
 
     def wait_layer(self, layer: int) -> None:
         # Before its rows are written, and so before attention too: a page that was cut short may be coming back.
@@ -422,48 +370,6 @@ class KvStream:
     def step_closed(self, longest_gap_s: float) -> None:
         self._step = None
         self._feedback.step_closed(longest_gap_s)
-
-    # Deciding and carrying out.
-
-    def _decide(self, pool_slots: int, first_position: int, pages: int, *, starved: bool) -> ResidencyState:
-        seen = Observation(
-            pages=pages,
-            writable_page=first_position // self.geometry.page_tokens,
-            pool_slots=pool_slots,
-            gap_s=self._feedback.gap_s,
-            starved=starved,
-            in_vain=self._feedback.in_vain,
-        )
-        return residency_step(self._config, self._state, seen)
-
-    def _apply(self, state: ResidencyState, pool_slots: int, pages: int) -> None:
-        """Make table, ring and pages what ``state`` says, for a pool and for ``pages`` pages per layer.
-
-        Each move is complete in itself: an error in between leaves a table that is true, and the next step plans anew.
-        """
-        if state.first_pages != self._state.first_pages:
-            self.plans.forget()
-            self._residents.evict(lambda page: page.page < state.first_pages[page.layer])
-        self._partition.change(self._config, state, pool_slots)
-        self._state = state
-        # Streamed pages at or above their layer's cut come back to stay.
-        self._residents.promote(self._streamed(state), self._firsts, self._pages)
-        if pages != self._pages:
-            self.plans.forget()
-            first, self._pages = self._pages, pages
-            self._residents.grow(range(first, pages))
-
-    def _streamed(self, state: ResidencyState) -> Sequence[range]:
-        """By layer, the pages that stream."""
-        return [self._config.streamed(cut) for cut in state.cuts]
-
-    def _forget_pages(self, pages: int) -> None:
-        """Pages from ``pages`` on hold no committed row."""
-        if self._pages <= pages:
-            return
-        self.plans.forget()
-        self._pages = pages
-        self._residents.release_from(pages)
 
     def _publish_full(self) -> None:
         """Send home the full pages that have not been sent."""

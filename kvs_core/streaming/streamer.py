@@ -151,8 +151,8 @@ class Streamer:
         self._consumed.clear()
         self._behind_launch = False
 
-    def launched(self, moved: Counter[int]) -> None:
-        """A captured step was launched that moves these bytes."""
+    def note_launch(self, moved: Counter[int]) -> None:
+        """What is enqueued from now on comes behind a captured step that moves these bytes."""
         self.moved.update(moved)
         self._behind_launch = True
 

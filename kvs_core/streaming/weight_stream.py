@@ -17,30 +17,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvs_core.device.base import PASSED, Device, Fence
+from kvs_core.device.copied import NONE_COPIED, Copied
 from kvs_core.device.operands import Buffer, WeightPart
 from kvs_core.memory.lease import Lease
 from kvs_core.paging.weight_ring import WeightRing
 
 _ENDS = 2   # of the ring: parts alternate
-
-
-@dataclass(frozen=True, slots=True)
-class Moved:
-    """Copied to the device."""
-
-    size_bytes: int = 0
-    copies: int = 0
-
-    def plus(self, other: Moved) -> Moved:
-        """Both."""
-        return Moved(self.size_bytes + other.size_bytes, self.copies + other.copies)
-
-    def since(self, earlier: Moved) -> Moved:
-        """What came after ``earlier``."""
-        return Moved(self.size_bytes - earlier.size_bytes, self.copies - earlier.copies)
-
-
-NONE_MOVED = Moved()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +55,7 @@ class WeightStream:
         self._in_ring: deque[_InRing] = deque()
         self._consumed: list[Fence | None] = [None] * _ENDS
         self._next_fetch = self._next_read = 0
-        self.moved = NONE_MOVED
+        self.moved = NONE_COPIED
 
     @property
     def pass_bytes(self) -> int:
@@ -114,7 +96,7 @@ class WeightStream:
                 self._consumed[end] = None
             home = self._parts[number].home
             self._device.enqueue_copy(self._places[number], home, self._device.copy)
-            self.moved = self.moved.plus(Moved(home.nbytes, 1))
+            self.moved = self.moved.plus(Copied(home.nbytes, 1))
             self._in_ring.append(_InRing(number, self._device.copy.record()))
             self._next_fetch = (number + 1) % len(self._parts)
 
@@ -130,7 +112,7 @@ class WeightStream:
             self._device.compute.wait(entry.ready)
             self._device.discard(self._places[entry.number])
 
-    # Around captured steps: see ``Streamer``, whose methods of these names do the same for pages.
+    # Around captured steps: see ``KvStep`` and ``Streamer``, whose methods of these names do the same for pages.
 
     def settle_fences(self) -> None:
         """Before a capture or a launch: the ring is filled, the compute stream waits for it, no fence is kept."""
@@ -140,7 +122,7 @@ class WeightStream:
             self._in_ring[index] = _InRing(entry.number, PASSED)
         self._consumed = [None] * _ENDS
 
-    def after_capture(self, before: Moved) -> Moved:
+    def after_capture(self, before: Copied) -> Copied:
         """A capture has ended, or has failed: its fences mean nothing outside, and what is enqueued next comes behind
         its launch. What was ``moved`` before it stands again; returned is what each launch moves.
 
@@ -151,6 +133,6 @@ class WeightStream:
         moved, self.moved = self.moved.since(before), before
         return moved
 
-    def launched(self, moved: Moved) -> None:
+    def launched(self, moved: Copied) -> None:
         """A captured step was launched that moves this."""
         self.moved = self.moved.plus(moved)

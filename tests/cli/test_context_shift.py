@@ -53,7 +53,8 @@ def test_a_session_that_filled_its_context_goes_on(kvs: Kvs, tiny_llama: Path, t
     first = kvs(*common, "-p", PROMPT, "--session", file, "--json").json
     assert first["stop_reason"] == "context"
     full = kvs(*common, "-p", "", "--session", file).error
-    assert "the session has 256 tokens and fills the context of 256; raise --ctx-size, or use --context-shift" in full
+    assert full == ("the session has 256 tokens, the context holds 256 and must leave room for one more; raise "
+                    "--ctx-size or use --context-shift")
     shifted = (*common, "--context-shift", "--keep", 3)
     whole = kvs(*shifted, "-p", PROMPT, "-n", first["generated_tokens"] + 190, "--json").json
     made = list(first["token_ids"])

@@ -182,7 +182,7 @@ class Left:
                     rows.append(data[k : k + filled * geometry.k_row_bytes].tobytes())
                     rows.append(data[v : v + filled * geometry.v_row_bytes].tobytes())
         with built.open(8) as step:
-            for _ in range(3 if built.drafting.nextn and kv._state.cuts[-1] == 0 else 0):
+            for _ in range(3 if built.drafting.nextn and kv._placement.state.cuts[-1] == 0 else 0):
                 step.draft_next(token)
                 drafts.append(step.logits().tobytes())
             step.run([token, token])

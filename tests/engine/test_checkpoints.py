@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -96,8 +97,10 @@ def test_what_begins_anew_forgets_the_checkpoints_of_the_old_text(tiny_qwen35: P
 def test_one_that_is_too_large_ends_them(tiny_qwen35: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It is made once, said once, and the conversation goes on without."""
     with engine(tiny_qwen35, kv=kv_settings()) as built:
-        session = Session(built, Checkpoints(8, 1000), checkpoint_tokens=64)
-        session.prefill(PROMPT)
+        session = Session(built, built.make_checkpoints(8, 1000), checkpoint_tokens=64)
+        with patch.object(built, "checkpoint", wraps=built.checkpoint) as made:
+            session.prefill(PROMPT, border=100)
+        assert made.call_count == 1
         assert len(session.checkpoints) == 0
         assert [record.message[:28] for record in caplog.records] == ["a checkpoint is not kept: it"]
         assert session.keep_common(PROMPT[:100]) == 0

@@ -246,9 +246,9 @@ def test_a_width_is_recorded_anew_when_the_cuts_move(machine: Machine, models: d
             before = built.report().h2d_bytes
             assert number == 0 or pages == 12, "the pages before the cuts, once a step"
         assert (built.committed, built._captured.recorded) == (384, 1)
-        assert built._kv._state.cuts == (8, 4)
+        assert built._kv._placement.state.cuts == (8, 4)
         play(built, decode(8))
-        assert built._kv._state.cuts == (8, 8)
+        assert built._kv._placement.state.cuts == (8, 8)
         play(built, decode(8))
         assert built._captured.recorded == 2
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvs_core.device import pageable
-from kvs_core.device.cuda.device import CudaDevice
+from kvs_core.device.cuda.graphs import Launches
 from kvs_core.device.shortage import pinning_advice_here
 from kvs_core.engine import captured
 from kvs_core.engine.budget import NO_DRAFTING, Drafting
@@ -187,7 +187,7 @@ def test_a_launch_that_fails_has_not_happened(
             for number, move in enumerate(script):
                 if fails:
                     with monkeypatch.context() as patch:
-                        patch.setattr(CudaDevice, "launch", failing(CudaDevice.launch, 0))
+                        patch.setattr(Launches, "launch", failing(Launches.launch, 0))
                         with one_line("a broken part"):
                             built.step(text(built.spec.n_vocab, 3, number), DECODE)
                 logits += play(built, [move])

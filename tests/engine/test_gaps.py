@@ -9,7 +9,7 @@ import pytest
 from kvs_core.memory.phases import Phase
 from kvs_core.paging.residency import Observation, ResidencyConfig, ResidencyState, residency_step
 from kvs_core.settings.rooms import ALL_LAYERS
-from kvs_core.streaming import kv_step, kv_stream
+from kvs_core.streaming import kv_step, placement
 from tests.engine.tiny import engine, kv_settings
 
 
@@ -22,7 +22,7 @@ def test_a_phase_has_its_own_gap(tiny_qwen35: Path, monkeypatch: pytest.MonkeyPa
         return residency_step(config, state, observed)
 
     monkeypatch.setattr(kv_step, "perf_counter", clock)
-    monkeypatch.setattr(kv_stream, "residency_step", watch)
+    monkeypatch.setattr(placement, "residency_step", watch)
     with engine(tiny_qwen35, kv=kv_settings(), pool=0.3) as built:
         clock.tick_s = 1.0
         for _ in range(3):

@@ -245,14 +245,14 @@ def test_what_the_history_keeps_for_checkpoints_is_bounded(gemma3: Path, caplog:
     them. Room for three groups holds two checkpoints, no room for one ends them, and says how much it takes."""
     with open_engine(gemma3, swa_full=False) as built:
         group = 2 * 4 * built.page_bytes[0]
-        held = Checkpoints(8, 3 * group, built.kept_bytes)
+        held = built.make_checkpoints(8, 3 * group)
         session = Session(built, held, checkpoint_tokens=192)
         session.prefill(LONG)
         assert (list(held.positions), held.size_bytes) == ([384, 900], 3 * group)
         check_memory(built, held.positions)
         assert session.keep_common([*LONG[:500], 1]) == 384
         session.rewind(0)
-        session = Session(built, Checkpoints(8, group - 1, built.kept_bytes), checkpoint_tokens=192)
+        session = Session(built, built.make_checkpoints(8, group - 1), checkpoint_tokens=192)
         session.prefill(LONG)
         assert (len(session.checkpoints), session.keep_common([*LONG[:500], 1])) == (0, 0)
         assert f"a checkpoint is not kept: it takes {group / (1 << 20):.0f} MiB, more than all may" in caplog.text
@@ -265,7 +265,7 @@ def test_a_checkpoint_that_is_too_large_is_no_loss_for_others(gemma3: Path, capl
     prompt, within a ubatch, may be too large too."""
     with open_engine(gemma3, swa_full=False) as built:
         group = 2 * 4 * built.page_bytes[0]
-        session = Session(built, Checkpoints(8, group, built.kept_bytes), checkpoint_tokens=0)
+        session = Session(built, built.make_checkpoints(8, group), checkpoint_tokens=0)
         session.prefill(LONG[:500])
         session.prefill(LONG[500:900])
         assert [held.position for held in session.checkpoints] == [500]
@@ -273,7 +273,7 @@ def test_a_checkpoint_that_is_too_large_is_no_loss_for_others(gemma3: Path, capl
         session.prefill(LONG[:500])
         assert session.keep_common([*LONG[:500], 1]) == 500
         assert len(caplog.records) == 1
-        session = Session(built, Checkpoints(8, 1000, built.kept_bytes), checkpoint_tokens=192)
+        session = Session(built, built.make_checkpoints(8, 1000), checkpoint_tokens=192)
         session.rewind(0)
         session.prefill(LONG[:900], border=890)
         assert (len(session.tokens), len(session.checkpoints)) == (900, 0)

@@ -13,7 +13,8 @@ import pytest
 from kvs_core.device.base import Device
 from kvs_core.device.cuda.path import VARIABLE, asked_path
 from kvs_core.device.host.device import HostDebug, HostDevice
-from kvs_core.engine.budget import NO_DRAFTING, BudgetDevice, Drafting, arena_for, plan_budget
+from kvs_core.engine.arena_size import arena_for
+from kvs_core.engine.budget import NO_DRAFTING, BudgetDevice, Drafting, plan_budget
 from kvs_core.engine.engine import Engine
 from kvs_core.engine.session import Session
 from kvs_core.engine.split import plan_split

@@ -11,7 +11,7 @@ from kvs_core.device.base import StepSizes
 from kvs_core.device.cuda.kernel import Kernel, address
 from kvs_core.device.cuda.ops import gdn
 from kvs_core.device.cuda.ops.gdn import MAX_ROWS, Gdn, kernels_for
-from kvs_core.device.cuda.ops.matmul import GatedNorm
+from kvs_core.device.cuda.ops.row_forms import GatedNorm
 from kvs_core.device.host.ops import gdn as host
 from kvs_core.device.host.ops.basic import rms_norm, silu
 from kvs_core.device.operands import GdnShape, GdnState, GdnWeights

@@ -14,8 +14,9 @@ from kvs_core.device.base import StepSizes
 from kvs_core.device.cuda.context import Context
 from kvs_core.device.cuda.kernel import Kernel, Launcher, address
 from kvs_core.device.cuda.matrices import RECORD_TYPES, CudaWeight
-from kvs_core.device.cuda.ops.matmul import MAX_ROWS, DecodeMatmul, GatedNorm, Records, quant_grid
+from kvs_core.device.cuda.ops.matmul import MAX_ROWS, DecodeMatmul, quant_grid
 from kvs_core.device.cuda.ops.matmul_kernels import ACT_BYTES, QUANT, block_bytes, fit, instances, splits
+from kvs_core.device.cuda.ops.row_forms import GatedNorm, Records
 from kvs_core.device.operands import Activation
 from kvs_core.errors import CapabilityError
 from kvs_core.formats.gguf import TensorInfo

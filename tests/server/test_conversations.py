@@ -281,7 +281,7 @@ def test_where_memory_ends_checkpoints_of_the_one_in_hand_go(tmp_path: Path) -> 
     for ends in (False, True):
         device = Failing()
         with engine(gemma3, kv=kv_settings(), context=2048, device=partial(lambda made: made, device)) as built:
-            session = Session(built, Checkpoints(64, 1 << 30, built.kept_bytes), checkpoint_tokens=64)
+            session = Session(built, built.make_checkpoints(64, 1 << 30), checkpoint_tokens=64)
             slot.Conversation(session, "", None, ParkedSessions(1 << 30))
             session.prefill(told[:800])
             if ends:

@@ -75,7 +75,7 @@ def test_places_are_those_of_the_table(llama_path: Path, tmp_path: Path, slides:
         def check() -> None:
             view.look(always=True)
             shown = _shown(view)
-            assert [len(layer) for layer in shown] == [kv._pages] * 4
+            assert [len(layer) for layer in shown] == [kv._placement.pages] * 4
             for layer, pages in enumerate(shown):
                 for page, place in enumerate(pages):
                     assert (place == RESIDENT) == kv._pools.holds(PageId(layer, page)), (layer, page)

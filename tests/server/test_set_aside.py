@@ -10,7 +10,7 @@ import pytest
 
 from tests.server.running import Running, running
 from tests.server.scrapes import scrape
-from tests.support.tiny_gguf import write_tiny_qwen35
+from tests.support.tiny_gguf import write_tiny_gemma3, write_tiny_qwen35
 
 LONG = [7 + index * 31 % 190 for index in range(200)]
 SHORT = [[20 + number, *range(100, 112)] for number in range(6)]
@@ -111,6 +111,25 @@ def test_restoring_a_longer_conversation_keeps_the_end_of_the_one_in_hand(path: 
         server.post("/slots/0?action=restore", filename="talk.kvs")
         reply = server.post("/completion", prompt=[*told, 5, 6, 7], **ANSWER)
         assert reply["timings"]["cache_n"] >= len(told) - 1
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_restoring_a_file_without_what_windows_have_passed_keeps_its_own_beginning(
+    tmp_path: Path, is_whole: bool
+) -> None:
+    """A file of a server without --swa-full begins with all that is in hand, but nobody could go back to where that
+    ends: it is set aside, as it is not for a file that is whole."""
+    path = write_tiny_gemma3(tmp_path / "gemma3.gguf", seed=2, window=40)
+    flags = "--kv-page-tokens", 32, "--slot-save-path", tmp_path
+    with serve(path, *flags, *(["--swa-full"] if is_whole else ["--ctx-checkpoints", 0])) as server:
+        told = say(server, LONG)
+        say(server, [*told, *LONG, *LONG[:150]], len(told) - 1)
+        server.post("/slots/0?action=save", filename="talk.kvs")
+    with serve(path, *flags, "--swa-full") as server:
+        assert say(server, LONG) == told
+        server.post("/slots/0?action=restore", filename="talk.kvs")
+        assert scrape(server.http)["kvs:parked_conversations"] == (0 if is_whole else 1)
+        say(server, [*told, 5, 6, 7], len(told) if is_whole else len(told) - 1)
 
 
 @pytest.mark.parametrize("fault", ["damaged", "short", "foreign", "missing"])

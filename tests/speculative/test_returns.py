@@ -273,6 +273,21 @@ def test_what_fails_is_watched_again() -> None:
     watch(returns, 0)
 
 
+def test_what_promises_and_loses_is_watched_too() -> None:
+    """Six tokens right are more than the model's rounds give, but verifying them takes longer than that is worth. It is
+    not asked as long as the text shows no more, and at once when it is being copied, not after 64 rounds."""
+    returns = watching()
+    for _ in range(3):
+        watch(returns, 6)
+    for _ in range(2):
+        assert returns.limits(LIMIT) == {"ngram-simple": USUAL}
+        returns.observe("ngram-simple", drafted=USUAL, tokens=7, seconds=1.5)
+    for _ in range(25):   # of two rounds each
+        watch(returns, 6)
+    watch(returns, LONG)
+    assert returns.limits(LIMIT) == {"ngram-simple": LIMIT}
+
+
 def test_a_draft_that_is_short_is_worth_its_tokens() -> None:
     """Two tokens, always right, before a model whose rounds give five, and before one whose rounds give two."""
     for others, asked in ((5, 0), (2, USUAL)):

@@ -243,12 +243,12 @@ def test_what_has_been_copied_ahead_is_not_copied_again() -> None:
         for number in range(2, 120):
             ahead = len(one.kv.streamer._in_ring)
             before = one.device.counters().copy_bytes
-            cuts = one.kv._state.cuts
+            cuts = one.kv._placement.state.cuts
             one.step(Phase.DECODE, 1, seed=number)
             copied = (one.device.counters().copy_bytes - before) // page_bytes
             streamed = one.kv.stats().streamed_pages_per_step
             assert ahead > 0
-            if one.kv._state.cuts == cuts:
+            if one.kv._placement.state.cuts == cuts:
                 assert copied == streamed
             else:
                 assert copied <= streamed + one.kv.stats().ring_slots
@@ -265,7 +265,9 @@ def test_one_interrupted_step_does_not_move_the_ring(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(kv_step_module, "perf_counter", clock)
     with rig(4 * CONTEXT, Pools(120, 120)) as one:
-        one.kv._config = replace(one.kv._config, run_pages=4, link_bytes_per_s=1000.0 * one.geometry.page_bytes)
+        placement = one.kv._placement
+        link = 1000.0 * one.geometry.page_bytes
+        placement._config = replace(placement._config, run_pages=4, link_bytes_per_s=link)
         monkeypatch.setattr(one.kv.streamer, "take_starved", lambda: False)
         one.prefill(4 * CONTEXT - 100)
         one.step(Phase.DECODE, 1)

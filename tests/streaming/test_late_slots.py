@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.streaming.test_captured import DECODE, LEAST, PAGE, PREFILL, PREFILL_ROWS, Simulation
+from tests.streaming.marks import DECODE, LEAST, PAGE, PREFILL, PREFILL_ROWS, Simulation
 
 
 def streaming(seed: int) -> Simulation:

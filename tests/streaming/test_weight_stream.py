@@ -130,7 +130,7 @@ def test_parts_are_there_when_they_are_read(
                 made.launch(f"broken {number}", record=record)
         elif kind == "launch breaks":
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(made.device, "launch", _refuse)
+                patch.setattr(made.device._launches, "launch", _refuse)
                 with pytest.raises(DeviceError):
                     made.launch(f"unlaunched {number}", record=made.run)
         else:

@@ -21,7 +21,7 @@ class Context:
     first_row  of that tile in the step; else 0
     position of row 0: for PREFILL launches only
     scratch  the families' own buffers of the phase in use, by name
-    forms    by address: rows that their producer left in another form than float32 (``ops.matmul.RowForm``), for the
+    forms    by address: rows that their producer left in another form than float32 (``ops.row_forms``), for the
              product that takes them next
     """
 

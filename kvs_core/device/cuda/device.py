@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import Any
 
 import numpy as np
 
 from kvs_core.device.base import Capabilities, Captured, Counters, Outline, StepInputs, StepSizes, Stream
+from kvs_core.device.copied import NONE_COPIED, Copied
 from kvs_core.device.cuda import unified
 from kvs_core.device.cuda.context import Context
 from kvs_core.device.cuda.cuda_ops import CudaOps
+from kvs_core.device.cuda.graphs import CapturedStep, Launches
 from kvs_core.device.cuda.kernel import address
-from kvs_core.device.cuda.matrices import CudaWeight, RowsSection
 from kvs_core.device.cuda.outline import CudaOutline
-from kvs_core.device.cuda.runtime import Graph, Runtime
+from kvs_core.device.cuda.pinned_tables import PinnedTables
+from kvs_core.device.cuda.runtime import Runtime
 from kvs_core.device.cuda.stage import PageableCopies
 from kvs_core.device.cuda.steps import PlanTables, StepTable
 from kvs_core.device.cuda.streams import CaptureState, CudaStream, EventPool
@@ -34,7 +36,7 @@ from kvs_core.device.pageable import PageableBytes, pageable_bytes
 from kvs_core.device.workspace import BufferSpec, Workspace
 from kvs_core.errors import DeviceMemoryError
 from kvs_core.formats.gguf import TensorInfo
-from kvs_core.formats.quants import dequantize_rows, row_bytes
+from kvs_core.formats.quants import dequantize_rows
 from kvs_core.memory.phases import Phase
 from kvs_core.paging.geometry import PageGeometry
 from kvs_core.units import MIB, Progress
@@ -45,22 +47,6 @@ _EVENTS = 256            # made at start; a schedule with more runs makes more b
 _PROBE_BYTES, _LEAST_PROBE_BYTES = 64 * MIB, MIB
 _PAGEABLE_BYTES = 8 * MIB
 _PROBES = 5
-
-
-@dataclass(frozen=True, slots=True)
-class _Copied:
-    """Bytes and copies."""
-
-    size_bytes: int = 0
-    calls: int = 0
-
-    def plus(self, other: _Copied) -> _Copied:
-        """Both."""
-        return _Copied(self.size_bytes + other.size_bytes, self.calls + other.calls)
-
-    def since(self, earlier: _Copied) -> _Copied:
-        """What came after ``earlier``."""
-        return _Copied(self.size_bytes - earlier.size_bytes, self.calls - earlier.calls)
 
 
 class CudaDevice:
@@ -86,7 +72,6 @@ class CudaDevice:
         self.copy: Stream = self._copy
         self.publish: Stream = self._publish
         self._closed = False
-        self._launch_began, self._launch_ended = runtime.event(timed=True), runtime.event(timed=True)
         asked = may_spill and unified.is_asked()
         self.spills = asked and runtime.overcommits
         if asked and not runtime.overcommits:
@@ -94,18 +79,19 @@ class CudaDevice:
         self._first_free_bytes = runtime.free_bytes() if self.spills else 0
         self._state_bytes = 0
         self._vector_bytes = 0
-        self._tables: list[CudaWeight] = []
         self._arena: Buffer | None = None
         self._downloads = np.empty(0, np.uint8)
         self._link_bytes_per_s = 0.0
-        self._copied = _Copied()
-        self._published = _Copied()
+        self._copied = NONE_COPIED
+        self._published = NONE_COPIED
         self._files = FileBytes(runtime, self._compute)
         self._pageable = PageableCopies(runtime, _PAGEABLE_BYTES)
         self._weights = WeightStore(
             runtime.launcher, self._allocate_weights, self._files.upload, self._files.read, hold=self._hold_weights
         )
+        self._tables = PinnedTables(runtime, self._files, self._hold_weights)
         self._steps = StepTable(runtime, self._compute)
+        self._launches = Launches(runtime, self._compute, self._steps)
         self._plans: PlanTables | None = None
         self._ops = CudaOps(Context(runtime.launcher, self._steps.memory), runtime.gemm, self._files.upload)
         self.ops: Ops = self._ops
@@ -151,7 +137,7 @@ class CudaDevice:
     def memory_report(self) -> dict[str, int]:
         """See ``Device``."""
         return {
-            "weights": self._weights.held_bytes + self._vector_bytes,
+            "weights": self._weights.held_bytes + self._vector_bytes + self._tables.held_bytes,
             "state": self._state_bytes,
             "arena": 0 if self._arena is None else int(self._arena.size),
             "tables": 0 if self._plans is None else self._plans.size_bytes,
@@ -192,15 +178,7 @@ class CudaDevice:
     def load_table(self, info: TensorInfo) -> Weight:
         """See ``Device``. It stays in pinned host memory, where kernels can read it: a step takes a row per token. If
         that cannot be had, it takes memory of the GPU."""
-        for table in self._tables:
-            if table.name == info.name:
-                return table
-        n_in, n_out = info.shape
-        rows = self._table_rows(info)
-        section = RowsSection(info.quant, 0, n_out, row_bytes(info.quant, n_in), rows, None)
-        table = CudaWeight(info.name, n_in, n_out, (section,), None)
-        self._tables.append(table)
-        return table
+        return self._tables.load(info)
 
     def load_rope(self, table: RopeTable) -> Any:
         """See ``Device``."""
@@ -219,21 +197,9 @@ class CudaDevice:
         self._weights.finish()
         weights = list(self._weights.weights)
         kernels = self._ops.kernels(
-            weights, self._weights.stacks, self._tables, geometries, attention, recurrent, activation
+            weights, self._weights.stacks, self._tables.weights, geometries, attention, recurrent, activation
         )
         self._runtime.launcher.prepare(kernels, progress)
-
-    def _table_rows(self, info: TensorInfo) -> Buffer:
-        try:
-            pinned = self._runtime.allocate_pinned(info.n_bytes, f"tensor {info.name}")
-        except DeviceMemoryError as error:
-            held = self._hold_weights(info.n_bytes)
-            LOGGER.warning("it takes memory of the GPU instead: %s", error)
-            self._files.read(info, 0, held)
-            self._vector_bytes += info.n_bytes
-            return held
-        self._files.read_here(info, pinned)
-        return pinned
 
     def _allocate_weights(self, size_bytes: int) -> Buffer:
         return self._runtime.allocate(size_bytes, "weights")
@@ -314,25 +280,10 @@ class CudaDevice:
             self._capture.active = False
             copied = self._copied.since(before)
             self._copied = before
-        return _CapturedStep(self, graph, copied)
+        return CapturedStep(self._launches, graph, copied)
 
     def drop_captured(self) -> None:
         """See ``Device``. Their owner has let go of them."""
-
-    def launch(self, graph: Graph, inputs: StepInputs, copied: _Copied) -> None:
-        """Enqueue captured work for a step with these inputs."""
-        self._steps.write(inputs)
-        self._compute.raw.record(self._launch_began)
-        graph.launch()
-        self._compute.raw.record(self._launch_ended)
-        self._steps.launched()
-        self._copied = self._copied.plus(copied)
-
-    def launch_seconds(self) -> float | None:
-        """How long the last ``launch`` took on the GPU; None while it runs."""
-        if not self._launch_ended.done():
-            return None
-        return self._runtime.seconds_between(self._launch_began, self._launch_ended)
 
     def enqueue_copy(self, dst: Buffer, src: Buffer, stream: Stream) -> None:
         """See ``Device``."""
@@ -345,9 +296,9 @@ class CudaDevice:
         else:
             self._runtime.enqueue_copy(address(dst), address(src), dst.nbytes, stream.raw)
         if stream is self.copy:
-            self._copied = self._copied.plus(_Copied(dst.nbytes, 1))
+            self._copied = self._copied.plus(Copied(dst.nbytes, 1))
         elif stream is self.publish:
-            self._published = self._published.plus(_Copied(dst.nbytes, 1))
+            self._published = self._published.plus(Copied(dst.nbytes, 1))
 
     def discard(self, buffer: Buffer) -> None:
         """See ``Device``."""
@@ -395,11 +346,12 @@ class CudaDevice:
 
     def counters(self) -> Counters:
         """See ``Device``."""
+        copied = self._copied.plus(self._launches.copied)
         return Counters(
-            copy_bytes=self._copied.size_bytes,
-            copy_calls=self._copied.calls,
+            copy_bytes=copied.size_bytes,
+            copy_calls=copied.copies,
             publish_bytes=self._published.size_bytes,
-            publish_calls=self._published.calls,
+            publish_calls=self._published.copies,
             stall_ns=None,
         )
 
@@ -415,20 +367,3 @@ class CudaDevice:
             self._arena = None
             self._files.close()
             self._runtime.close()
-
-
-class _CapturedStep:
-    """A graph, and what it copies each time."""
-
-    def __init__(self, device: CudaDevice, graph: Graph, copied: _Copied) -> None:
-        self._device = device
-        self._graph = graph
-        self._copied_each = copied
-
-    def launch(self, inputs: StepInputs) -> None:
-        """See ``Captured``."""
-        self._device.launch(self._graph, inputs, self._copied_each)
-
-    def elapsed_s(self) -> float | None:
-        """See ``Captured``."""
-        return self._device.launch_seconds()

@@ -32,13 +32,13 @@ from kvs_core.device.operands import Buffer
 from kvs_core.errors import CapabilityError
 from kvs_core.formats.gguf import TensorInfo
 from kvs_core.formats.quants import dequantize_rows, row_bytes
+from kvs_core.memory.arena import ALIGNMENT
 from kvs_core.units import MIB, align_up, ceil_div
 
 PIECE_BYTES = 64 * MIB
 """Of the file, on the device at once while records are made of them; long enough for the link's full rate."""
 
 _ROWS_PER_GROUP = 8   # warps of a block of repack.cu
-_ALIGNMENT = 256      # of sections in a part
 
 Allocate = Callable[[int], Buffer]
 """Device memory of so many bytes, uint8, for good."""
@@ -73,7 +73,7 @@ class CudaPart:
             else:
                 size = int(section.rows.nbytes)
                 moved[section] = replace(section, rows=place[at : at + size])
-            at += align_up(size, _ALIGNMENT)
+            at += align_up(size, ALIGNMENT)
         self._matrix.sections = tuple(moved.values())
         if self._stack is not None:
             self._stack.parts = tuple(replace(part, section=moved[part.section]) for part in self._stack.parts)
@@ -96,7 +96,7 @@ def _flat(info: TensorInfo) -> TensorInfo:
 
 def part_bytes(infos: Iterable[TensorInfo]) -> int:
     """See ``Device.part_bytes``. Joined matrices take no more than each for itself."""
-    return sum(align_up(held_bytes(info), _ALIGNMENT) for info in infos)
+    return sum(align_up(held_bytes(info), ALIGNMENT) for info in infos)
 
 
 @cache
@@ -163,7 +163,7 @@ class WeightStore:
 
         def take(size_bytes: int) -> Buffer:
             nonlocal at
-            start, at = at, at + align_up(size_bytes, _ALIGNMENT)
+            start, at = at, at + align_up(size_bytes, ALIGNMENT)
             return staged[start : start + size_bytes]
 
         stack: ExpertStack | None = None

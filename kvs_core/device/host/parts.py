@@ -10,15 +10,15 @@ import numpy as np
 from kvs_core.device.host.weights import Floats, HostWeight, MappedMatrix, Scratch
 from kvs_core.device.operands import Buffer
 from kvs_core.formats.gguf import TensorInfo, split_experts
+from kvs_core.memory.arena import ALIGNMENT
 from kvs_core.units import MIB, align_up
 
-_ALIGNMENT = 256
 _PIECE_BYTES = 8 * MIB
 
 
 def part_bytes(infos: Iterable[TensorInfo]) -> int:
     """See ``Device.part_bytes``."""
-    return sum(align_up(info.n_bytes, _ALIGNMENT) for info in infos)
+    return sum(align_up(info.n_bytes, ALIGNMENT) for info in infos)
 
 
 class _PassingMatrix(MappedMatrix):
@@ -59,7 +59,7 @@ class HostPart:
         at = 0
         for info in self._infos:
             yield memory[at : at + info.n_bytes]
-            at += align_up(info.n_bytes, _ALIGNMENT)
+            at += align_up(info.n_bytes, ALIGNMENT)
 
 
 def _of_experts(info: TensorInfo) -> bool:

@@ -12,7 +12,7 @@ from functools import cache
 from kvs_core.device.cuda.context import Context
 from kvs_core.device.cuda.kernel import I32, I64, PTR, Kernel, Launcher, address
 from kvs_core.device.cuda.matrices import BLOCK
-from kvs_core.device.cuda.ops.matmul import Records
+from kvs_core.device.cuda.ops.row_forms import Records
 from kvs_core.device.cuda.plan import DevicePlan
 from kvs_core.device.operands import AttentionParams, Buffer
 from kvs_core.paging.geometry import KvType, PageGeometry, PageOrder, hadamard_block

@@ -13,7 +13,7 @@ import numpy as np
 from kvs_core.device.base import StepSizes
 from kvs_core.device.cuda.context import Context
 from kvs_core.device.cuda.kernel import F32, I32, PTR, Kernel, address
-from kvs_core.device.cuda.ops.matmul import GatedNorm
+from kvs_core.device.cuda.ops.row_forms import GatedNorm
 from kvs_core.device.operands import Buffer, GdnShape, GdnState, GdnWeights
 from kvs_core.device.workspace import BufferSpec
 from kvs_core.errors import CapabilityError

@@ -48,6 +48,7 @@ from kvs_core.device.cuda.ops.matmul_kernels import (
 )
 from kvs_core.device.cuda.ops.matmul_rows import RowsDequant, RowsMatmul
 from kvs_core.device.cuda.ops.norm import Norm
+from kvs_core.device.cuda.ops.row_forms import GatedNorm, Records, RowForm
 from kvs_core.device.operands import Activation, Buffer
 from kvs_core.device.workspace import BufferSpec
 from kvs_core.memory.phases import Phase
@@ -61,27 +62,6 @@ _ROWS_INPUT = 3
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Records:
-    """Rows that are activation records already: uint8 [n_in / 256 rounded up, 2, T, ACT_BYTES]."""
-
-    records: Buffer
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class GatedNorm:
-    """Rows that are still to be: RMSNorm of x per head of 128, times norm, times silu(z). n_in is a multiple of 256.
-
-    x  float32 [T, n_in]; z float32, its first number of row 0, rows ``z_stride`` numbers apart; norm [128]
-    """
-
-    x: Buffer
-    z: Buffer
-    z_stride: int
-    norm: Buffer
-    eps: float
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Normed:
     """T rows x * norm, still to be scaled to rms 1, in the forms that weights take; 0 for one that nobody needs.
 
@@ -92,10 +72,6 @@ class Normed:
     records: Buffer
     rows: Buffer
     sums: Buffer
-
-
-RowForm = Records | GatedNorm
-"""A better form of rows than float32: noted by their producer in ``Context.forms`` under ``address(rows)``."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
