@@ -68,7 +68,7 @@ def test_a_path_has_parts_and_marks_of_its_own(
 ) -> None:
     """It is set before a part begins, and stands in the result; parts that are named are run."""
     result = check(monkeypatch, tmp_path / "old.json", "--path", "sm_80")
-    assert ran == [("resident", "sm_80"), ("streamed", "sm_80")]
+    assert ran == [("resident", "sm_80"), ("streamed", "sm_80"), ("prefill", "sm_80")]
     assert result["path"] == "sm_80"
     assert [(line["bar"], line["verdict"]) for line in result["lines"]] == [(0.5, "ok"), (None, ""), (1.05, "ok")]
     ran.clear()
