@@ -8,7 +8,7 @@ tokens per second is asked, or none is.
 Where the model drafts behind them, an n-gram draft that fails costs what the model's would have given. So there a
 drafter is watched first: it says what it would draft, the model drafts all the same, and what is written shows how much
 of it was right. It is asked once that promises more than such rounds give, and watched again when it no longer does, or
-when its own rounds take too long for what they give.
+when its own rounds take too long for what they give, until it is due to be tried again.
 
     at first     a drafter's first draft, and a second one if any of the first was accepted; the first long draft; and
                  two rounds without, where no other came by itself
@@ -181,12 +181,14 @@ class Returns:
         loses = best.rate < self._others.rate
         if loses:
             best = self._others
-        for tokens, kind in kinds.items():
-            stale = self._round - kind.round >= _TRY_AGAIN
-            if kind is not best and stale and kind.loss_s(best.rate) <= self._credit_s:
+        stale = {tokens: kind for tokens, kind in kinds.items() if self._round - kind.round >= _TRY_AGAIN}
+        for tokens, kind in stale.items():
+            if kind is not best and kind.loss_s(best.rate) <= self._credit_s:
                 self._trials.add(name)
                 return tokens
-        return self._not_asked(name) if loses else best_tokens
+        if not loses:
+            return best_tokens
+        return 0 if stale else self._not_asked(name)   # what is due to be tried again saves up for that
 
     def _not_asked(self, name: str) -> int:
         """It drafts nothing, and is watched where that tells something and there is time for it."""

@@ -66,10 +66,6 @@ class Placement:
         on_device = self.state.first_pages or (0,) * self._config.layers
         return firsts if on_device == firsts else tuple(map(min, on_device, firsts))
 
-    def streamed(self, state: ResidencyState) -> Sequence[range]:
-        """By layer, the pages that stream."""
-        return [self._config.streamed(cut) for cut in state.cuts]
-
     def decide(self, pool_slots: int, first_position: int, pages: int, *, starved: bool) -> ResidencyState:
         """What the policy makes of a step from that position on, for a pool and for ``pages`` pages per layer.
         ``BudgetError`` if they do not fit."""
@@ -94,7 +90,7 @@ class Placement:
         self._partition.change(self._config, state, pool_slots)
         self.state = state
         # Streamed pages at or above their layer's cut come back to stay.
-        self._residents.promote(self.streamed(state), self.firsts, self.pages)
+        self._residents.promote(self._streamed(state), self.firsts, self.pages)
         if pages != self.pages:
             self.plans.forget()
             first, self.pages = self.pages, pages
@@ -125,7 +121,7 @@ class Placement:
         they are."""
         self.expect(tokens)
         self.state = self.decide(pool_slots, tokens, self.pages, starved=False)
-        streamed, firsts = self.streamed(self.state), self.firsts
+        streamed, firsts = self._streamed(self.state), self.firsts
         return lambda page: page.page >= firsts[page.layer] and page.page not in streamed[page.layer]
 
     def lie(self, read: int) -> Lie:
@@ -157,3 +153,7 @@ class Placement:
             going = self._config.streamed(min(cut, self.pages)) if len(self._pools) else range(first, self.pages)
             made.append(LayerPlaces.of(self.pages, going, runs, first))
         return made
+
+    def _streamed(self, state: ResidencyState) -> Sequence[range]:
+        """By layer, the pages that stream."""
+        return [self._config.streamed(cut) for cut in state.cuts]

@@ -288,6 +288,27 @@ def test_what_promises_and_loses_is_watched_too() -> None:
     assert returns.limits(LIMIT) == {"ngram-simple": LIMIT}
 
 
+@pytest.mark.parametrize("watching_s", [0.0, 0.01, 0.05])
+def test_watching_leaves_time_for_trials(watching_s: float) -> None:
+    """What verified slowly at first, and would not any more, is asked again soon after 64 rounds, however much of the
+    time that trials may take goes into watching."""
+    returns = watching()
+    for _ in range(3):
+        watch(returns, 6)
+    for _ in range(2):
+        assert returns.limits(LIMIT) == {"ngram-simple": USUAL}
+        returns.observe("ngram-simple", drafted=USUAL, tokens=7, seconds=1.5)
+    for number in range(200):
+        if returns.limits(USUAL)["ngram-simple"]:
+            assert number >= 62
+            return
+        for name in returns.to_watch:
+            returns.watch(name, [1] * 6 + [0], watching_s)
+        returns.written([1] * 5)
+        returns.observe("", drafted=4, tokens=5, seconds=1.0 + watching_s)
+    raise AssertionError("it is never asked again")
+
+
 def test_a_draft_that_is_short_is_worth_its_tokens() -> None:
     """Two tokens, always right, before a model whose rounds give five, and before one whose rounds give two."""
     for others, asked in ((5, 0), (2, USUAL)):
