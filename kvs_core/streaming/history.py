@@ -6,6 +6,9 @@ time, since pinning is slow; ``ensure`` waits for it only if the context has cau
 there is RAM, as in WSL, slabs are pageable from then on, until the history is another.
 
 Slabs that layers give back, see ``drop``, are used again for their next ones, as in a ring.
+
+A sequence that is set aside takes its slabs with it, and the next one has to wait for memory to be pinned. A short one,
+which fills little of what is pinned for it, is copied instead: its slabs are there for the next one.
 """
 
 from __future__ import annotations
@@ -32,11 +35,13 @@ from kvs_core.units import MIB, ceil_div
 LOGGER = logging.getLogger(__name__)
 
 _MOST_SPARE = 2   # slabs of a layer that slides which wait to be used again
+_SHORT = 2        # a sequence that fills at most a half of the first slab is
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ParkedHistory:
-    """The published pages of ``tokens`` tokens while no cache uses them: per layer the slabs that hold them, by number.
+    """The published pages of ``tokens`` tokens while no cache uses them: per layer the slabs that hold them, by number;
+    of a short sequence only the pages that it has.
     """
 
     tokens: int
@@ -181,17 +186,32 @@ class HostHistory:
         return sum(self._slabs[layer][index].nbytes for layer, index in self._passed(firsts, positions))
 
     def hand_over(self, pages: int, tokens: int) -> ParkedHistory:
-        """Give away the memory of pages [0, pages), which hold ``tokens`` tokens, and be empty. Nothing is copied."""
-        given = self._given(pages)
+        """Give away pages [0, pages), which hold ``tokens`` tokens, and be empty. Only those of a short sequence are
+        copied."""
+        given, kept = self._given(pages), [dict[int, np.ndarray]() for _ in self._slabs]
+        for layer, slabs in enumerate(given):
+            if self._is_short(layer, pages):
+                slabs[0] = np.array(slabs[0])
+                if not isinstance(self._slabs[layer][0], PageableBytes):   # memory may be had for pinning by then
+                    kept[layer][0] = self._slabs[layer][0]
         self._let_go()
+        self._slabs = kept
         return ParkedHistory(tokens, self._page_bytes, self.slides, given)
 
     def adopt(self, parked: ParkedHistory) -> None:
-        """Be what was handed over, in the same memory; ``parked`` is not to be used any more."""
+        """Be what was handed over, in the same memory; the pages of a short sequence are copied. ``parked`` is used up.
+        ``DeviceError`` if there is no memory for them: then it is not, and what is here means nothing."""
+        slabs = [dict(each) for each in parked.slabs]
+        for layer, held in enumerate(slabs):
+            pages = held.get(0)
+            if pages is not None and pages.nbytes < self._slab_bytes(layer, 0):
+                memory = self._slabs[layer].get(0)
+                held[0] = self._take(layer, 0) if memory is None else memory
+                held[0][: pages.nbytes] = pages
         self._let_go()
         self._dropped = None
-        self._slabs = [dict(slabs) for slabs in parked.slabs]
-        self.has_pageable = any(isinstance(part, PageableBytes) for slabs in self._slabs for part in slabs.values())
+        self._slabs = slabs
+        self.has_pageable = any(isinstance(part, PageableBytes) for held in slabs for part in held.values())
 
     def close(self) -> None:
         """Let go of the memory."""
@@ -209,9 +229,14 @@ class HostHistory:
 
     def _given(self, pages: int) -> tuple[dict[int, np.ndarray], ...]:
         return tuple(
+            {0: self._range(layer, 0, pages)} if self._is_short(layer, pages) else
             {index: part for index, part in slabs.items() if index < _slabs_for(pages, slides=self._slides(layer))}
             for layer, slabs in enumerate(self._slabs)
         )
+
+    def _is_short(self, layer: int, pages: int) -> bool:
+        """Whether copying so many pages costs less than to pin what they lie in."""
+        return not self._slides(layer) and 0 < pages * self._page_bytes[layer] * _SHORT <= self._slab_bytes(layer, 0)
 
     def _passed(self, firsts: Sequence[int], positions: Sequence[int]) -> list[tuple[int, int]]:
         """Layer and number of the slabs that ``drop`` gives back."""
@@ -276,11 +301,14 @@ class HostHistory:
             self.has_pageable = True
             return memory
 
-    def _allocate(self, layer: int, index: int, *, pinned: bool = True) -> np.ndarray:
+    def _slab_bytes(self, layer: int, index: int) -> int:
         where = slab(index, slides=self._slides(layer))
         # One that is used again is as large as any of its layer.
         pages = where.pages if self._slides(layer) else min(where.pages, self._capacity_pages - where.first_page)
-        size = pages * self._page_bytes[layer]
+        return pages * self._page_bytes[layer]
+
+    def _allocate(self, layer: int, index: int, *, pinned: bool = True) -> np.ndarray:
+        size = self._slab_bytes(layer, index)
         try:
             return self._device.allocate_pinned(size) if pinned else pageable_bytes(size, "the KV history")
         except (DeviceError, MemoryError) as error:

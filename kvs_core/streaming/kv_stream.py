@@ -261,7 +261,8 @@ class KvStream:
         return np.asarray(self._history.page(layer, page))
 
     def park(self) -> ParkedHistory:
-        """Send home what is not there, give the history away, pages and all, and be empty. No bytes move on the host.
+        """Send home what is not there, give the history away, pages and all, and be empty. On the host only the pages
+        of a short sequence move.
 
         Blocks. ``DeviceError`` if a copy fails; then nothing is given away, and the rows are as they were.
         """
@@ -277,7 +278,7 @@ class KvStream:
         self._history.adopt(parked)   # last: nothing fails behind it
 
     def parked_bytes(self, kept: Sequence[int] | None = None) -> int:
-        """Pinned bytes that ``park`` would give away now, or after ``keep(kept)``."""
+        """Bytes of host memory that ``park`` would give away now, or after ``keep(kept)``."""
         held = self._history.bytes_of(self.geometry.pages_of(self.cache.committed))
         if kept is None or not self.drops_passed:
             return held

@@ -297,17 +297,17 @@ def test_a_fork_without_memory_leaves_the_session_empty_and_the_other_whole(path
 
 def test_where_memory_ends_the_least_recently_used_one_goes(tiny_llama: Path) -> None:
     """As many as it takes; when there is none left the step is refused, and nothing else changes."""
-    device = Failing()
+    device, other = Failing(), [*B, *A[:90]]   # long ones, whose memory goes with them
     with session_on(tiny_llama, device=device) as session:
         held = ParkedSessions(1 << 40)
         session.engine.reclaim_with(held.drop_one)
-        for prompt in (A, B, A[::-1]):
+        for prompt in (A, other, A[::-1]):
             session.prefill(prompt)
             held.add(session.park())
         device.most_bytes = device.held_bytes + 1
-        session.prefill(B[::-1])
-        assert (len(held), held.best([*A, 1]), held.best([*B, 1]) is None) == (2, None, False)
-        assert [go_on(session)] == alone(tiny_llama, B[::-1], 1)
+        session.prefill(other[::-1])
+        assert (len(held), held.best([*A, 1]), held.best([*other, 1]) is None) == (2, None, False)
+        assert [go_on(session)] == alone(tiny_llama, other[::-1], 1)
         device.most_bytes = 1
         held.add(session.park())
         with pytest.raises(DeviceError, match="no host memory for"):
@@ -316,6 +316,43 @@ def test_where_memory_ends_the_least_recently_used_one_goes(tiny_llama: Path) ->
         device.most_bytes = 1 << 40
         session.prefill(A)
         assert [go_on(session)] == alone(tiny_llama, A, 1)
+
+
+def test_a_short_one_is_copied_and_leaves_its_memory_to_the_next(path: Path) -> None:
+    """It takes no more than its pages, and nothing is pinned for the one that follows, or for its own return."""
+    device = Failing()
+    with session_on(path, device=device) as session:
+        session.prefill(B)
+        kv, pinned = session.engine._kv, device.held_bytes
+        expected = sum(kv.geometry.pages_of(len(B)) * size for size in kv._page_bytes)
+        said = kv.parked_bytes()
+        parked = session.park()
+        assert parked.sequence.history.size_bytes == said == expected < pinned / 2
+        assert device.held_bytes == pinned
+        device.fails = "allocate"
+        session.prefill(A)
+        assert [go_on(session)] == alone(path, A, 1)
+        session.rewind(0)
+        session.unpark(parked)
+        assert [go_on(session)] == alone(path, B, 1)
+        assert device.fails == "allocate"   # nobody asked
+
+
+def test_a_short_one_that_has_no_memory_to_come_back_to_is_whole(path: Path) -> None:
+    """A long one went with its own, and there is no more: it is refused, and taken up once there is."""
+    device = Failing()
+    with session_on(path, device=device) as session:
+        session.prefill(B)
+        short = session.park()
+        session.prefill(A)
+        session.park()
+        device.fails = "allocate"
+        with pytest.raises(DeviceError, match="no host memory for"):
+            session.unpark(short)
+        assert (session.tokens, session.engine.committed) == ([], 0)
+        device.fails = ""
+        session.unpark(short)
+        assert [go_on(session)] == alone(path, B, 1)
 
 
 def test_an_empty_engine_is_parked_and_taken_up(path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvs_core.streaming import history
 from tests.server.running import Running, running
 from tests.support.tiny_gguf import write_tiny_llama, write_tiny_qwen35
 
@@ -19,6 +20,12 @@ THINKING = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking %}<think>\n{% endif %}{% endif %}"
 )
 """A template in the manner of Qwen3.5's: it opens the thoughts, and its calls are XML."""
+
+
+@pytest.fixture
+def none_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Conversations take the memory that was pinned for them along, as long ones do."""
+    monkeypatch.setattr(history, "_SHORT", 1 << 30)
 
 
 @pytest.fixture(scope="session")

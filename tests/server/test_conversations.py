@@ -124,6 +124,7 @@ def test_no_limit_on_memory(path: Path) -> None:
         assert all(talk.read_its_own_tokens_alone for talk in alternate(server, talks=5, turns=2))
 
 
+@pytest.mark.usefixtures("none_is_short")
 def test_the_least_recently_used_conversation_goes_first(llama_path: Path) -> None:
     """4 pages of 128 KiB in each of 4 layers are 2 MiB for a conversation: two can be set aside."""
     with serve(llama_path, "--cache-ram", 5) as server:
@@ -190,6 +191,7 @@ def test_counters_tell_of_what_was_taken_up(llama_path: Path) -> None:
         assert shown["n_prompt_tokens_cache"] == talks[1].timings[1]["cache_n"] > 0
 
 
+@pytest.mark.usefixtures("none_is_short")
 def test_metrics_tell_what_is_set_aside(llama_path: Path) -> None:
     """How many conversations, and their bytes: 2 MiB of pages each and a little more. Two fit; going on with one of
     them sets another aside."""
@@ -204,6 +206,7 @@ def test_metrics_tell_what_is_set_aside(llama_path: Path) -> None:
         assert 4 * MIB <= parked(server)[1] <= 5 * MIB
 
 
+@pytest.mark.usefixtures("none_is_short")
 def test_metrics_tell_at_once_what_had_to_go(llama_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While a request runs that found no memory for its pages until a conversation was given up for it."""
     with serve(llama_path, "--metrics") as server:

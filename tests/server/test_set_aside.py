@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvs_core.units import MIB
 from tests.server.running import Running, running
 from tests.server.scrapes import scrape
 from tests.support.tiny_gguf import write_tiny_gemma3, write_tiny_qwen35
@@ -40,6 +41,7 @@ def go_on(server: Running, tokens: list[int]) -> list[int]:
     return say(server, [*tokens, 5, 6, 7], len(tokens) - 1)
 
 
+@pytest.mark.usefixtures("none_is_short")
 def test_short_prompts_do_not_push_out_a_long_conversation(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """There is room for one: the long one keeps it, turn after turn, and the log says what the short ones lacked."""
     caplog.set_level(logging.INFO)
@@ -65,6 +67,17 @@ def test_short_conversations_are_kept_where_there_is_room(path: Path) -> None:
             go_on(server, tokens)
 
 
+def test_short_conversations_take_no_more_than_their_pages(llama_path: Path) -> None:
+    """One page of 128 KiB in each of 4 layers: three fit in 2 MiB, where what is pinned for one takes 2 MiB."""
+    with serve(llama_path, "--cache-ram", 2) as server:
+        told = [say(server, prompt) for prompt in SHORT[:4]]
+        found = scrape(server.http)
+        assert (found["kvs:parked_conversations"], found["kvs:parked_bytes"] < 1.6 * MIB) == (3, True)
+        for tokens in told:
+            go_on(server, tokens)
+
+
+@pytest.mark.usefixtures("none_is_short")
 def test_a_long_conversation_that_has_no_room_is_told_of(llama_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """With what it needs, and the limit."""
     caplog.set_level(logging.INFO)
