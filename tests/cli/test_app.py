@@ -219,6 +219,8 @@ def test_completion_scripts_are_valid(shell: str) -> None:
     script = completion_script(shell, app.COMMANDS)
     assert "cache-type-k" in script
     assert "draft-model" not in script
+    if shell == "fish":   # files are offered where a folder is wanted
+        assert " -l slot-save-path -r " in script
     if program := shutil.which(shell):
         subprocess.run([program, "-n"], input=script, text=True, check=True, timeout=20)
 
