@@ -39,7 +39,7 @@ from kvs_core.errors import KvsError, SettingsError
 from kvs_core.settings import LoggingSettings
 from kvs_core.settings.setting import Command
 from kvs_core.settings.typed import info_settings, logging_settings, plan_settings, run_settings, serve_settings
-from kvs_core.units import MIB
+from kvs_core.units import MIB, counted
 
 COMMANDS: tuple[Command, ...] = ("run", "info", "plan", "serve")
 
@@ -202,7 +202,7 @@ def _act(parsed: Parsed, command: Command) -> bool:
 def _device_list() -> str:
     from kvs_core.device.host.machine import available_cores, available_ram_bytes
 
-    return f"cpu: NumPy on the host ({available_cores()} cores, {available_ram_bytes() // MIB} MiB free)\n"
+    return f"cpu: NumPy on the host ({counted(available_cores(), 'core')}, {available_ram_bytes() // MIB} MiB free)\n"
 
 
 def _cache_list() -> str:
@@ -210,7 +210,7 @@ def _cache_list() -> str:
 
     models = cached_models()
     lines = [f"{model.source}  {model.file}  {model.n_bytes / MIB:.0f} MiB" for model in models]
-    return "".join(f"{printable(line)}\n" for line in (*lines, f"{len(models)} models in {cache_dir()}"))
+    return "".join(f"{printable(line)}\n" for line in (*lines, f"{counted(len(models), 'model')} in {cache_dir()}"))
 
 
 def _version() -> str:
@@ -241,7 +241,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         said = cast("Any", error).format_message().rstrip(".")
         where = cast("Any", error).ctx
         command = "kvs" if where is None else where.command_path
-        return _fail(f"{said}; {command} --help lists what there is") if said else 0   # help has been printed instead
+        said += " " if said.endswith("?") else "; " if said else ""
+        return _fail(f"{said}{command} --help lists what there is") if said else 0   # help has been printed instead
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
     except BrokenPipeError:  # the reader has left in the middle of the help that typer prints

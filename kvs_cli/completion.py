@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvs_core.settings.kinds import PATH
+from kvs_core.settings.kinds import FOLDER, PATH
 from kvs_core.settings.setting import Command, Setting
 from kvs_core.settings.table import TABLE
 
 SHELLS = ("bash", "zsh", "fish")
+
+_OF_FILES = (PATH, FOLDER)
 
 _BASH = """\
 _kvs() {{
@@ -36,7 +38,7 @@ def completion_script(shell: str, commands: Sequence[Command]) -> str:
     offered = [setting for setting in TABLE if any(setting.usable(command) for command in commands)]
     bash = _BASH.format(
         commands=" ".join((*commands, "profile-layers", "bench", "doctor", "synthesize", "completion")),
-        values="\n".join(_bash_values(setting) for setting in offered if _words(setting) or setting.kind is PATH),
+        values="\n".join(_bash_values(setting) for setting in offered if _words(setting) or setting.kind in _OF_FILES),
         flags="\n".join(f"""    {command}:-*) COMPREPLY=($(compgen -W "{' '.join(_flags(command))}" -- "$word")) ;;"""
                         for command in commands),
     )
@@ -53,7 +55,7 @@ def _words(setting: Setting) -> tuple[str, ...]:
 
 
 def _bash_values(setting: Setting) -> str:
-    reply = "compgen -f" if setting.kind is PATH else f"compgen -W \"{' '.join(_words(setting))}\""
+    reply = "compgen -f" if setting.kind in _OF_FILES else f"compgen -W \"{' '.join(_words(setting))}\""
     return f"""    {"|".join(setting.flags)}) COMPREPLY=($({reply} -- "$word")); return ;;"""
 
 
@@ -69,7 +71,7 @@ def _fish(commands: Sequence[Command]) -> str:
 
 def _fish_setting(setting: Setting, command: Command) -> list[str]:
     text = setting.help.split(". ")[0].replace("\\", "\\\\").replace("'", "\\'")
-    value = "" if not setting.kind.metavar else " -r" if setting.kind is PATH else " -x"
+    value = "" if not setting.kind.metavar else " -r" if setting.kind in _OF_FILES else " -x"
     if words := _words(setting):
         value += f" -a '{' '.join(words)}'"
     lines = []

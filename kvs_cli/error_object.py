@@ -1,8 +1,9 @@
-"""What ``--json`` prints where an error ends a command before its object: one that has the error. Light, since help
-imports it."""
+"""What ``--json`` prints where an error or Ctrl-C ends a command before its object: one that tells so. Light, since
+help imports it."""
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,15 +14,23 @@ from typing import Any
 from kvs_cli.ending import OutputError, drop, error_text, writing
 from kvs_core.errors import KvsError
 
+LOGGER = logging.getLogger(__name__)
+
+INTERRUPTED = "interrupted"
+"""The stop reason of a text that Ctrl-C ended."""
+
+FAILED = "error"
+"""That of one which an error ended."""
+
 NO_TEXT: Mapping[str, Any] = MappingProxyType(
-    {"generated_tokens": 0, "token_ids": [], "text": "", "stop_reason": "error"}
+    {"generated_tokens": 0, "token_ids": [], "text": "", "stop_reason": FAILED}
 )
 """Of ``kvs run``: the parts of its object (see ``RunResult``) that are known before there is text."""
 
 
 @dataclass(slots=True)
 class ErrorObject:
-    """due: one is to be printed, if an error comes; facts: what stands in it beside the ``error``."""
+    """due: one is to be printed, if an error or Ctrl-C comes; facts: what else stands in it."""
 
     due: bool
     facts: dict[str, Any] = field(default_factory=dict)
@@ -29,8 +38,9 @@ class ErrorObject:
 
 @contextmanager
 def error_object(*, due: bool, facts: Mapping[str, Any] | None = None) -> Iterator[ErrorObject]:
-    """Around a command: prints the object for an error that passes through. The block adds what it learns to
-    ``facts``, and says by ``due`` that its own object is printed. Output that cannot be written has none."""
+    """Around a command: prints the object for an error that passes through, with the ``error``, and for Ctrl-C, with
+    the stop reason, which a line tells too. The block adds what it learns to ``facts``, and says by ``due`` that its
+    own object is printed. Output that cannot be written has none."""
     told = ErrorObject(due, dict(facts or {}))
     try:
         yield told
@@ -39,6 +49,11 @@ def error_object(*, due: bool, facts: Mapping[str, Any] | None = None) -> Iterat
     except (KvsError, OSError, MemoryError) as error:
         if told.due:
             _print(told.facts | {"error": error_text(error)})
+        raise
+    except KeyboardInterrupt:
+        LOGGER.info("stop: %s", INTERRUPTED)
+        if told.due:
+            _print(told.facts | {"stop_reason": INTERRUPTED})
         raise
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from rich.console import Console, Group
@@ -71,9 +71,12 @@ def print_help(command: Command, *, everything: bool, console: Console) -> None:
     taken = [setting for setting in others if setting not in refused]
     if everything:
         _print_heading("Taken, without effect here", console)
-        _print_rows(_by_reason((setting, _why_inert(setting, command)) for setting in taken), console)
+        idle = [(_spellings(setting), _why_inert(setting, command)) for setting in taken]
+        _print_rows(_by_reason(idle + [(_allowed(setting), "It is so in any case.") for setting in refused]), console)
         _print_heading("Refused, with what to use instead", console)
-        _print_rows(_by_reason((setting, _why_refused(setting)) for setting in refused), console)
+        _print_rows(_by_reason(
+            ([flag for flag in _spellings(setting) if flag not in _allowed(setting)], _why_refused(setting))
+            for setting in refused), console)
     else:
         console.print()
         console.print(Text(f"Of llama-server's other settings {len(taken)} are taken without effect and {len(refused)} "
@@ -106,8 +109,8 @@ def _describe(setting: Setting) -> str:
     facts = []
     if setting.unit:
         facts.append(f"in {setting.unit}")
-    if setting.default is not None and setting.kind.metavar and setting.default != ():
-        facts.append(f"default {_shown_default(setting.default)}")
+    if setting.kind.metavar and setting.default not in (None, (), ""):
+        facts.append(f"default {_shown_default(setting)}")
     if setting.off:
         facts.append(f"default {'on' if setting.default else 'off'}")
     if variable := setting.env or setting.env_off:
@@ -120,18 +123,33 @@ def _word_list(values: tuple[object, ...]) -> str:
     return ", ".join("on" if value is True else "off" if value is False else str(value) for value in values)
 
 
-def _shown_default(value: object) -> str:
+def _shown_default(setting: Setting) -> str:
+    """As it can be typed; of a flag that is repeated, the values of each."""
+    value = setting.default
     if isinstance(value, bool):
         return "on" if value else "off"
-    return " ".join(repr(part)[1:-1] for part in value) if isinstance(value, tuple) else str(value)
+    if not isinstance(value, tuple):
+        return str(value)
+    return (setting.kind.joint if setting.kind.many else " ").join(repr(part)[1:-1] for part in value)
 
 
-def _by_reason(pairs: Iterable[tuple[Setting, str]]) -> list[tuple[str, str]]:
+def _spellings(setting: Setting) -> Sequence[str]:
+    return (*setting.flags, *setting.off)
+
+
+def _allowed(setting: Setting) -> Sequence[str]:
+    """Spellings of a refused pair that ask for what is done anyway."""
+    if not setting.off:
+        return ()
+    return (*(() if setting.refusal(True) else setting.flags), *(() if setting.refusal(False) else setting.off))
+
+
+def _by_reason(pairs: Iterable[tuple[Sequence[str], str]]) -> list[tuple[str, str]]:
     """One row per reason, with all flags that it holds for."""
     rows_by_reason: dict[str, list[str]] = {}
-    for setting, reason in pairs:
-        rows_by_reason.setdefault(reason, []).extend((*setting.flags, *setting.off))
-    return [(", ".join(flags), reason) for reason, flags in rows_by_reason.items()]
+    for flags, reason in pairs:
+        rows_by_reason.setdefault(reason, []).extend(flags)
+    return [(", ".join(flags), reason) for reason, flags in rows_by_reason.items() if flags]
 
 
 def _why_inert(setting: Setting, command: Command) -> str:

@@ -93,17 +93,16 @@ def plan_context(model: OpenModel, settings: EngineSettings) -> ContextPlan:
     return plan
 
 
-def check_keep(settings: ContextSettings, context: ContextPlan, *, prompt_tokens: int, bos: bool) -> None:
-    """``SettingsError`` for a ``--keep`` that leaves context shifts no room.
+def check_keep(settings: ContextSettings, context: ContextPlan, *, bos: bool) -> None:
+    """``SettingsError`` for a ``--keep`` that leaves context shifts no room; -1 is what there is room for.
 
-    prompt_tokens  what -1 keeps; bos: one token more stays
+    bos  one token more stays
     """
-    kept, most = prompt_tokens if settings.keep < 0 else settings.keep, most_kept(context.context_tokens, bos=bos)
-    if settings.shift and kept > most:
-        prompt = f", a prompt of {prompt_tokens} tokens," if settings.keep < 0 else ""
+    most = most_kept(context.context_tokens, bos=bos)
+    if settings.shift and settings.keep > most:
         raise SettingsError(
-            f"--keep {settings.keep}{prompt} leaves --context-shift no room in a context of {context.context_tokens} "
-            f"tokens; keep at most {most}, or raise --ctx-size"
+            f"--keep {settings.keep} leaves --context-shift no room in a context of {context.context_tokens} tokens; "
+            f"keep at most {most}, or raise --ctx-size"
         )
 
 

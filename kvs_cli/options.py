@@ -69,10 +69,10 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], command: Command) -> 
     ``--help`` or ``--version`` is asked for, other values are not judged.
     """
     notices: list[str] = []
-    flags, positionals = _from_command_line(argv, notices)
+    flags, positionals = _from_command_line(argv, command, notices)
     given: dict[str, _Given] = {}
     if "config" in flags:
-        given |= _from_yaml(Path(str(flags["config"].value)))
+        given |= _from_yaml(Path(str(flags["config"].value)), command)
     given |= _from_environment(environ, flags, notices)
     given |= flags
     if not any(given[action].value for action in _ACTIONS if action in given):
@@ -83,7 +83,9 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], command: Command) -> 
     return Parsed(MappingProxyType(values), frozenset(given), tuple(notices), positionals)
 
 
-def _from_command_line(argv: Sequence[str], notices: list[str]) -> tuple[dict[str, _Given], tuple[str, ...]]:
+def _from_command_line(
+    argv: Sequence[str], command: Command, notices: list[str]
+) -> tuple[dict[str, _Given], tuple[str, ...]]:
     given: dict[str, _Given] = {}
     positionals: list[str] = []
     repeated: list[str] = []
@@ -99,7 +101,7 @@ def _from_command_line(argv: Sequence[str], notices: list[str]) -> tuple[dict[st
         flag, inline = _split_flag(argument)
         setting = BY_FLAG.get(flag)
         if setting is None:
-            raise SettingsError(f"invalid argument: {shown(argument)[1:-1]}{_nearest(flag, BY_FLAG)}")
+            raise SettingsError(f"invalid argument: {shown(argument)[1:-1]}{_nearest(flag, BY_FLAG, command)}")
         value = _flag_value(setting, flag, inline, rest)
         before = given.get(setting.key)
         if before is not None:
@@ -177,13 +179,13 @@ def _variables(setting: Setting, environ: Mapping[str, str]) -> Iterable[tuple[s
             yield setting.env, True
 
 
-def _from_yaml(path: Path) -> dict[str, _Given]:
+def _from_yaml(path: Path, command: Command) -> dict[str, _Given]:
     given: dict[str, _Given] = {}
     for key, entry in read_yaml(path).items():
         where = f"{path.name}: {shown(key)[1:-1]}"
         setting, flag = BY_YAML_NAME.get(key.replace("_", "-"), (None, ""))
         if setting is None:
-            raise SettingsError(f"{where}: no such setting{_nearest(yaml_name(key), BY_YAML_NAME)}")
+            raise SettingsError(f"{where}: no such setting{_nearest(yaml_name(key), BY_YAML_NAME, command)}")
         if setting.key in given:
             raise SettingsError(f"{where}: the same setting as {given[setting.key].name}; keep one of them")
         if setting.key == "config":
@@ -212,11 +214,13 @@ def _refuse(given: Iterable[_Given], command: Command) -> None:
 
 
 def _shown_value(found: _Given) -> str:
-    """The value, after a flag or variable that takes one of a few words or a number; never text, keys or tokens."""
+    """The value, after a flag or variable that takes one of a few words or a number; never text, keys or tokens. Of
+    several, those that are refused."""
     value = found.value
     if found.source is Source.YAML or isinstance(value, bool) or found.setting.refused_outright:
         return ""
-    text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    parts = [part for part in _as_tuple(value) if found.setting.refusal((part,))]
+    text = ",".join(map(str, parts))
     return f" {text}" if found.source is Source.COMMAND_LINE else f"={text}"
 
 
@@ -257,8 +261,8 @@ def _without_effect(given: Mapping[str, _Given], command: Command) -> list[str]:
     return [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
-    """A hint at the known name most like ``name``, or how to list them all."""
+def _nearest(name: str, known: Iterable[str], command: Command) -> str:
+    """A hint at the known name most like ``name``, or how ``command`` lists them all."""
     by_letters = {other.lstrip("-"): other for other in known}
     near = difflib.get_close_matches(name[:100].lstrip("-"), by_letters, n=1)
-    return f"; did you mean {by_letters[near[0]]}?" if near else "; kvs run --help-all lists all of them"
+    return f"; did you mean {by_letters[near[0]]}?" if near else f"; kvs {command} --help-all lists all of them"

@@ -20,7 +20,7 @@ from kvs_cli.ending import printable, writing
 from kvs_cli.own_line import text_written
 from kvs_cli.result import Drafts, RunResult, Timings
 from kvs_core.settings import LoggingSettings
-from kvs_core.units import MIB, Progress
+from kvs_core.units import MIB, Progress, counted
 
 Unit: TypeAlias = Literal["bytes", "kernels", "tokens"]
 
@@ -100,8 +100,8 @@ def amount(number: float, unit: Unit) -> str:
     if unit == "bytes":
         return f"{number / MIB:.1f} MiB"
     if unit == "kernels":
-        return f"{number:.0f} kernels"
-    return f"{number:.0f} tokens" if number >= 100 or number == int(number) else f"{number:.1f} tokens"
+        return counted(round(number), "kernel")
+    return counted(round(number), "token") if number >= 100 or number == int(number) else f"{number:.1f} tokens"
 
 
 def write_text(text: str) -> None:
@@ -147,15 +147,15 @@ def log_drafts(drafts: Drafts) -> None:
     pretended = "; acceptance is synthetic, the text means nothing" if drafts.synthetic else ""
     share = 100 * drafts.accepted / drafts.drafted if drafts.drafted else 0.0
     LOGGER.info(
-        "drafts: %d rounds; %d of %d tokens accepted (%.0f%%): %s%s",
-        drafts.rounds, drafts.accepted, drafts.drafted, share, by_type, pretended,
+        "drafts: %s; %d of %s accepted (%.0f%%): %s%s",
+        counted(drafts.rounds, "round"), drafts.accepted, counted(drafts.drafted, "token"), share, by_type, pretended,
     )
 
 
 def _text_speed(times: Timings) -> str:
     """A single token comes with the prompt: it has no speed."""
     if times.predicted_n <= 1:
-        return f"{times.predicted_n} token{'' if times.predicted_n else 's'}"
+        return counted(times.predicted_n, "token")
     return f"{times.predicted_n} tokens, {times.predicted_per_second:.1f} tokens/s"
 
 
@@ -165,11 +165,11 @@ def log_summary(result: RunResult) -> None:
     of_what = "; all of it of a synthetic model" if result.synthetic else ""
     LOGGER.info("stop: %s%s%s", result.stop_reason, seed, of_what)
     if result.dropped_tokens:
-        LOGGER.info("context shift: %d tokens forgotten", result.dropped_tokens)
+        LOGGER.info("context shift: %s forgotten", counted(result.dropped_tokens, "token"))
     times = result.timings
     LOGGER.info(
-        "prompt: %d tokens, %.1f tokens/s; text: %s; first token after %.0f ms",
-        times.prompt_n, times.prompt_per_second, _text_speed(times), times.first_token_ms,
+        "prompt: %s, %.1f tokens/s; text: %s; first token after %.0f ms",
+        counted(times.prompt_n, "token"), times.prompt_per_second, _text_speed(times), times.first_token_ms,
     )
     if result.drafts is not None:
         log_drafts(result.drafts)

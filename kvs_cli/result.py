@@ -13,12 +13,6 @@ from kvs_core.models.spec import ModelSpec
 from kvs_core.sampling.logprobs import TokenProbs
 from kvs_core.speculative.drafter import DraftStats
 
-INTERRUPTED = "interrupted"
-"""The stop reason of a text that Ctrl-C ended."""
-
-FAILED = "error"
-"""That of one which an error ended."""
-
 
 @dataclass(frozen=True, slots=True)
 class Timings:
@@ -140,7 +134,7 @@ class RunResult:
         return self.decode_h2d_bytes / max(1, len(self.token_ids) - 1)
 
     def as_json(self) -> dict[str, Any]:
-        """The object that ``--json`` prints. Keys are never renamed."""
+        """The object that ``--json`` prints, but for an ``error``. Keys are never renamed."""
         kv, stats = self.kv, self.kv.stats
         return {
             **model_facts(self.path, self.spec, synthetic=self.synthetic),
@@ -150,7 +144,6 @@ class RunResult:
             "token_ids": list(self.token_ids),
             "text": self.text,
             "stop_reason": self.stop_reason,
-            **({} if self.error is None else {"error": str(self.error)}),
             "dropped_tokens": self.dropped_tokens,
             "seed": self.seed,
             "timings": asdict(self.timings) | ({} if self.drafts is None else {

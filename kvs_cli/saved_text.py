@@ -16,7 +16,7 @@ from kvs_core.errors import SettingsError
 from kvs_core.models.rope import divisors_name
 from kvs_core.settings import RopeSettings
 from kvs_core.settings.serving import CacheSettings
-from kvs_core.units import MIB
+from kvs_core.units import MIB, counted
 
 LOGGER = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class SavedText:
     def keep(self, prompt: Sequence[int]) -> int:
         """How many tokens of ``prompt`` need not be read."""
         kept = self.session.keep_common(prompt)
-        LOGGER.info("session: %d of %d prompt tokens are there already", kept, len(prompt))
+        LOGGER.info("session: %d of %s are there already", kept, counted(len(prompt), "prompt token"))
         return kept
 
     def make_room(self, shift: ContextShift) -> list[int]:
@@ -64,4 +64,5 @@ class SavedText:
             return
         tail = text[dropped + len(self.session.tokens) :]
         saved = save_session(self.session, self._path, self._key, tail)
-        LOGGER.info("session: %d tokens, %.1f MiB in %s", saved.tokens + len(tail), saved.size_bytes / MIB, self._path)
+        tokens = counted(saved.tokens + len(tail), "token")
+        LOGGER.info("session: %s, %.1f MiB in %s", tokens, saved.size_bytes / MIB, self._path)

@@ -21,6 +21,11 @@ def align_up(value: int, step: int) -> int:
     return ceil_div(value, step) * step
 
 
+def counted(number: int, noun: str) -> str:
+    """``1 token``, ``2 tokens``: a number of what has a regular plural."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def mib_ceil(size_bytes: int) -> int:
     """Whole MiB that hold ``size_bytes``."""
     return ceil_div(size_bytes, MIB)

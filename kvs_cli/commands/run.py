@@ -2,11 +2,12 @@
 
     settings ─ file, tokenizer, prompt tokens: checked ─ weights ─ prefill ─ text, token by token ─ summary
 
-Ctrl-C while text comes ends it there: what was printed stays, the summary follows, and the exit code is 130. With
-``--json`` the object is printed all the same, its stop reason ``interrupted``. Earlier, it ends the command at once.
-So it is where an error ends the text: the object has what there is and the ``error``, which is raised behind it. Of an
-error before the text it has what is known by then (``error_object.py``).
-With ``--session`` the file is taken up before the prompt is read and written when all is printed.
+Ctrl-C while text comes ends it there: what was printed stays, the summary follows, and the exit code is 130. Earlier,
+it ends the command at once. With ``--json`` the object is printed all the same, its stop reason ``interrupted``. So it
+is where an error ends the text, or comes before or behind it: the object has what is known by then and the ``error``
+(``error_object.py``).
+With ``--session`` the file is taken up before the prompt is read and written behind the text, before the object of
+``--json``, which tells of an error there too.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from contextlib import closing
 
 from kvs_cli import ending
 from kvs_cli.constraint import after_thoughts, run_constraint
-from kvs_cli.error_object import ErrorObject
+from kvs_cli.error_object import FAILED, INTERRUPTED, ErrorObject
 from kvs_cli.open_model import OpenModel, check_keep, open_engine, open_model, plan_context
 from kvs_cli.prompt import prompt_tokens, read_prompt
 from kvs_cli.render import Screen, end_text, log_summary, print_json, write_text
-from kvs_cli.result import FAILED, INTERRUPTED, Drafts, RunResult, Timings, model_facts
+from kvs_cli.result import Drafts, RunResult, Timings, model_facts
 from kvs_cli.saved_text import SavedText, check_place
 from kvs_core.device.choose import begin_opening
 from kvs_core.engine.completion import Piece, complete
@@ -49,7 +50,7 @@ def execute(settings: RunSettings, told: ErrorObject) -> int:
     context = plan_context(model, settings.engine)
     goes_on = not text and settings.session is not None and settings.session.exists()
     prompt = [] if goes_on else prompt_tokens(model, text, settings.chat, context)
-    check_keep(settings.engine.context, context, prompt_tokens=len(prompt), bos=model.tokenizer.add_bos)
+    check_keep(settings.engine.context, context, bos=model.tokenizer.add_bos)
     sampler = _sampler(model, settings)
     rule = run_constraint(settings.constraint, model)
     with open_engine(model, settings.engine, screen) as engine:
@@ -57,20 +58,20 @@ def execute(settings: RunSettings, told: ErrorObject) -> int:
         if settings.session is not None:
             saved = SavedText(engine, model, settings.engine.rope, settings.session)
             prompt = prompt or saved.tokens
-            check_keep(settings.engine.context, context, prompt_tokens=len(prompt), bos=model.tokenizer.add_bos)
             if not (goes_on and settings.engine.context.shift):   # which makes room
-                check_prompt(len(prompt), context, is_session=goes_on)
+                check_prompt(len(prompt), context, is_session=goes_on, can_shift=engine.can_rewind)
         if rule is not None and settings.chat.enabled:
             rule = after_thoughts(rule, prompt, model)
         result = _generate(settings, model, engine, sampler, rule, prompt, saved, screen, start_s)
-        if settings.output.json:
-            told.due = False
-            print_json(result.as_json())
+        told.facts |= result.as_json()
         if result.error is not None:
             raise result.error
         log_summary(result)
         if saved is not None:
             saved.save([*prompt, *result.token_ids], dropped=result.dropped_tokens)
+        if settings.output.json:
+            told.due = False
+            print_json(told.facts)
     return ending.INTERRUPTED if result.stop_reason == INTERRUPTED else 0
 
 

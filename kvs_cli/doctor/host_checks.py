@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from kvs_cli.doctor.check import Check, gb_per_s, problem, size, told, warning
 from kvs_cli.doctor.facts import Facts, HostFacts
 from kvs_core.device.cuda import unified
-from kvs_core.units import MIB
+from kvs_core.units import MIB, counted
 
 _LEAST_RAM_BYTES = 256 * MIB    # Python, NumPy and the smallest model
 _LITTLE_RAM_BYTES = 4096 * MIB  # less than the weights of most models
@@ -86,7 +86,7 @@ def _system(host: HostFacts) -> Check:
 
 def _cpu(host: HostFacts) -> Check:
     sets = host.instruction_sets or ()
-    cores = "" if host.cores is None else f", {host.cores} cores"
+    cores = "" if host.cores is None else f", {counted(host.cores, 'core')}"
     found = f"{host.cpu or 'not known'}{cores}{': ' if sets else ''}{' '.join(sets)}"
     if host.cpu_problem is not None:
         return told("CPU", host.cpu_problem, "pip install another version of numpy, or use a GPU")
@@ -109,7 +109,7 @@ def _blas(host: HostFacts, threads_setting: str | None) -> Check:
     threads = min(blas.threads for blas in host.blas)
     if host.cores is not None and threads < host.cores:
         cause = f"unset OPENBLAS_NUM_THREADS ({threads_setting})" if threads_setting else "raise the BLAS's own limit"
-        return warning("BLAS", f"{found}, so kvs takes {threads} of {host.cores} cores",
+        return warning("BLAS", f"{found}, so kvs takes {threads} of {counted(host.cores, 'core')}",
                        f"{cause}, or give --threads {host.cores}")
     return Check("BLAS", found)
 

@@ -33,6 +33,7 @@ from kvs_core.sampling.logprobs import TokenLogprob, TokenProbs
 from kvs_core.settings import SpeculativeSettings
 from kvs_core.speculative.drafter import Drafter, DraftStats
 from kvs_core.speculative.ngram import ngram_drafters
+from kvs_core.units import counted
 
 LOGGER = logging.getLogger(__name__)
 
@@ -223,16 +224,18 @@ class Generation:
             end: Finished | Failed = self._run(job)
         except Cancelled as cancelled:
             end = Failed(ApiError("unavailable_error", "the request was cancelled"))
-            LOGGER.info("request %d: %d prompt tokens, %d of them cached and %d read; %d tokens; %s", self._task.id,
-                        len(self._task.prompt), view.prompt_cached, view.prompt_processed - view.prompt_cached,
-                        self._made, cancelled)  # fmt: skip
+            LOGGER.info("request %d: %s, %d of them cached and %d read; %s; %s", self._task.id,
+                        counted(len(self._task.prompt), "prompt token"), view.prompt_cached,
+                        view.prompt_processed - view.prompt_cached, counted(self._made, "token"),
+                        cancelled)  # fmt: skip
         except Exception as error:
             end = Failed(self._failed(error))
         if isinstance(end, Finished):
             times = end.timings
-            LOGGER.info("request %d: %d prompt tokens, %d of them cached; %d tokens, %.1f tokens/s; stop: %s",
-                        self._task.id, len(self._task.prompt), times.cache_n, times.predicted_n,
-                        times.as_json()["predicted_per_second"], end.stop)  # fmt: skip
+            LOGGER.info("request %d: %s, %d of them cached; %s, %.1f tokens/s; stop: %s", self._task.id,
+                        counted(len(self._task.prompt), "prompt token"), times.cache_n,
+                        counted(times.predicted_n, "token"), times.as_json()["predicted_per_second"],
+                        end.stop)  # fmt: skip
         view.processing = view.has_next_token = False
         self._room.live.look(self._speculation, always=True)
         job.emit(end)   # last: who reads it finds the slot free

@@ -10,6 +10,7 @@ from kvs_core.device.base import Device
 from kvs_core.device.host.device import HostDevice
 from kvs_core.errors import DeviceError
 from kvs_core.settings.rooms import DeviceSettings
+from kvs_core.units import counted
 
 LOGGER = logging.getLogger(__name__)
 
@@ -61,5 +62,5 @@ def _load_driver(index: int) -> None:
 
 def _open_host(settings: DeviceSettings) -> HostDevice:
     device = HostDevice(settings.threads)
-    LOGGER.info("device: %s, %d threads", device.name, device.threads)
+    LOGGER.info("device: %s, %s", device.name, counted(device.threads, "thread"))
     return device

@@ -305,13 +305,17 @@ def _reusable(
     return max((held.position for held in checkpoints if held.position <= common), default=0)
 
 
-def check_prompt(prompt_tokens: int, context: ContextPlan, *, is_session: bool = False) -> None:
+def check_prompt(
+    prompt_tokens: int, context: ContextPlan, *, is_session: bool = False, can_shift: bool = True
+) -> None:
     """``ContextError`` unless a prompt of that many tokens leaves room in the context for one more.
 
-    is_session  the prompt is all that a session holds
+    is_session  the prompt is all that a session holds; can_shift: its context can be shifted, see ``Engine.shift``
     """
     if prompt_tokens >= context.context_tokens:
-        what, lever = ("session", "use --context-shift") if is_session else ("prompt", "shorten the prompt")
+        what, lever = ("session", "begin a new --session") if is_session else ("prompt", "shorten the prompt")
+        if is_session and can_shift:
+            lever = "use --context-shift"
         raise ContextError(
             f"the {what} has {prompt_tokens} tokens, the context holds {context.context_tokens} and must leave room "
             f"for one more; {context.advice(lever)}",

@@ -36,8 +36,9 @@ SETTINGS = (
         default=False, env="LLAMA_ARG_CONTEXT_SHIFT", off=("--no-context-shift",), commands=("run", "serve")),
     _context("keep", ("--keep",), integer(-1, _TOKENS),
         "Tokens at the beginning of the prompt that --context-shift never forgets, such as a system prompt, and one "
-        "more where texts begin with a BOS token; -1: all of the prompt. Models lean on the first tokens of a text: "
-        "keep 4 or more. kvs run refuses what leaves less than 4 tokens of the context, kvs serve cuts it down.",
+        "more where texts begin with a BOS token; -1: all of the prompt, as far as there is room: 4 tokens of the "
+        "context are never kept. Models lean on the first tokens of a text: keep 4 or more. A number that is too large "
+        "is refused by kvs run and cut down by kvs serve.",
         default=0, unit="tokens", commands=("run", "serve"), needs="context_shift", needed_by=("run", "serve")),
     _context("kv_unified_per_slot", ("--kv-unified-per-slot",), integer(1, _TOKENS),
         "Cap on a slot's context; with the one slot here it caps --ctx-size.",

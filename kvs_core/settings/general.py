@@ -49,7 +49,9 @@ SETTINGS = (
         "System message before the user's; needs --chat."),
     _prompt("json", ("--json",), SWITCH,
         "Print one JSON object instead of text: tokens, timings, stop reason, KV traffic; of info and plan: what "
-        "they show. A command that fails prints one with the error, unless it is a flag that cannot be read.",
+        "they show. A command that fails prints one with the error. There is none where the command line itself is "
+        "refused: a flag or a value that is unknown or refused, in a variable or in --config too, a --config that "
+        "cannot be read, an argument too many.",
         default=False, commands=("run", "info", "plan")),
     _prompt("plot", ("--plot",), PATH,
         "Draw the forecast over the context into this file, a PNG, SVG or PDF by its name.",

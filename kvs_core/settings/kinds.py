@@ -29,7 +29,7 @@ class Kind:
     metavar  what stands for the value in usage lines; empty for a switch
     samples  texts that ``parse`` takes: examples for help and tests
     arity    how many arguments follow the flag
-    many     the value is a tuple of parts
+    many     the value is a tuple of parts, which ``joint`` separates in text
     words    the words it may be, for completion
     """
 
@@ -39,6 +39,7 @@ class Kind:
     arity: int = 1
     many: bool = False
     words: tuple[str, ...] = ()
+    joint: str = ","
 
 
 def as_switch(text: str) -> bool:
@@ -121,6 +122,8 @@ ON_OFF = Kind("on|off", ("on", "off", "enabled", "0"), as_switch, words=("on", "
 
 
 def _as_on_off_auto(text: str) -> str:
+    if text.lower() not in (*ON, *OFF, *AUTO):
+        raise ValueError(f"expected on, off or auto, got {shown(text)}")
     return "auto" if text.lower() in AUTO else ("on" if as_switch(text) else "off")
 
 
@@ -128,6 +131,7 @@ ON_OFF_AUTO = Kind("on|off|auto", ("on", "off", "auto", "-1"), _as_on_off_auto,
                    words=("on", "off", "auto"))
 TEXT = Kind("TEXT", ("some text",), clean_text)
 PATH = Kind("FILE", ("some/file",), as_path)
+FOLDER = Kind("FOLDER", ("some/folder",), as_path)
 CSV = Kind("A,B,...", ("a", 'a,"b,c"'), split_csv, many=True)
 
 
@@ -184,12 +188,12 @@ def numbers(least: float, most: float) -> Kind:
                 many=True)
 
 
-def pattern(metavar: str, regex: str, sample: str) -> Kind:
-    """Text of a fixed form, such as ``lo-hi``."""
+def pattern(metavar: str, regex: str, sample: str, *, expected: str = "") -> Kind:
+    """Text of a fixed form, such as ``lo-hi``. expected: what it is called in an error; unset: by its metavar."""
 
     def parse(text: str) -> str:
         if not re.fullmatch(regex, text):
-            raise ValueError(f"expected {metavar}, got {shown(text)}")
+            raise ValueError(f"expected {expected or metavar}, got {shown(text)}")
         return text
 
     return Kind(metavar, (sample,), parse)
@@ -222,4 +226,4 @@ def separated(separator: str, metavar: str, sample: str) -> Kind:
     def parse(text: str) -> tuple[str, ...]:
         return tuple(part.strip() for part in clean_text(text).split(separator) if part.strip())
 
-    return Kind(metavar, (sample,), parse, many=True)
+    return Kind(metavar, (sample,), parse, many=True, joint=separator)

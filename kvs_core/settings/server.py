@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from kvs_core.settings.kinds import ANY, CSV, PATH, SWITCH, TEXT, Kind, integer, number, separated, shown
+from kvs_core.settings.kinds import ANY, CSV, FOLDER, PATH, SWITCH, TEXT, Kind, integer, number, separated, shown
 from kvs_core.settings.setting import Group, Rule, Setting
 
 _server = partial(Setting, group=Group.SERVER, commands=("serve",))
@@ -14,7 +14,7 @@ _I32 = (1 << 31) - 1
 _ONE_SLOT = Rule("there is one slot")
 _NO_SHIFT = Rule("streamed pages cannot be shifted; a common prefix is reused all the same")
 _PAGE_SETTINGS = Rule("the page keeps its settings in the browser")
-_LIST = separated(",", "A, B, ...", "GET, POST")
+_LIST = separated(",", "A,B,...", "GET, POST")
 
 
 def _as_slots(text: str) -> object:
@@ -56,7 +56,7 @@ SETTINGS = (
     _server("api_prefix", ("--api-prefix",), TEXT,
         "Prefix of every route.",
         default="", env="LLAMA_ARG_API_PREFIX"),
-    _server("path", ("--path",), PATH,
+    _server("path", ("--path",), FOLDER,
         "Serve the files of this folder at /.",
         env="LLAMA_ARG_STATIC_PATH",
         refuse=(Rule("kvs serves its API and its own page; use another program for files"),)),
@@ -99,7 +99,7 @@ SETTINGS = (
     _server("slots", ("--slots",), SWITCH,
         "Answer GET /slots.",
         default=True, env="LLAMA_ARG_ENDPOINT_SLOTS", off=("--no-slots",)),
-    _server("slot_save_path", ("--slot-save-path",), PATH,
+    _server("slot_save_path", ("--slot-save-path",), FOLDER,
         "Folder for saved slots; unset: saving is off."),
     _server("reuse_port", ("--reuse-port",), SWITCH,
         "Share the port with other processes.",

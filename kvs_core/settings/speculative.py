@@ -39,11 +39,6 @@ _DRAFTED = integer(0, 1024, sample="48")
 _HITS = integer(1, 1 << 31)
 
 
-def _no_file(name: str) -> Rule:
-    return Rule(f"{name} needs a draft model in a file of its own, which kvs does not load; use draft-mtp, "
-                "draft-resident or an ngram type", only=(name,))
-
-
 def _drafter_list() -> Kind:
     """Names of drafters; ``none`` among them makes the list just that."""
     listed = choices("none", *DRAFTERS, *_FILE_DRAFTERS)
@@ -62,7 +57,7 @@ SETTINGS = (
         "Drafters that guess tokens ahead, to be verified together: draft-mtp uses the model's own MTP head, ngram "
         "types repeat earlier text, draft-resident drafts from the pages on the device. Repeat or list several.",
         default=("none",), env="LLAMA_ARG_SPEC_TYPE", append=True,
-        refuse=tuple(map(_no_file, _FILE_DRAFTERS))),
+        refuse=(replace(_NO_DRAFT_MODEL, only=_FILE_DRAFTERS),)),
     _spec("spec_default", ("--spec-default",), SWITCH,
         "Adds ngram-mod with 24 matched and 48 to 64 drafted tokens.",
         default=False),

@@ -9,9 +9,13 @@ from kvs_core.settings.setting import Group, Rule, Setting
 
 _template = partial(Setting, group=Group.TEMPLATE, commands=("run", "serve"), needs="chat", needed_by=("run",))
 _replies = partial(Setting, group=Group.TEMPLATE, commands=("serve",))
+_JINJA = pattern(
+    "JINJA", "(?s).*\\{.*", "{{ messages[0].content }}",
+    expected="the text of a Jinja template (a name is none; for a file there is --chat-template-file)",
+)
 
 SETTINGS = (
-    _template("chat_template", ("--chat-template",), pattern("JINJA", "(?s).*\\{.*", "{{ messages[0].content }}"),
+    _template("chat_template", ("--chat-template",), _JINJA,
         "Chat template to use instead of the model's: its Jinja text. Names of built-in formats are not known.",
         env="LLAMA_ARG_CHAT_TEMPLATE"),
     _template("chat_template_file", ("--chat-template-file",), PATH,

@@ -10,10 +10,10 @@ from kvs_core.settings.setting import Group, Rule, Setting
 _refused = partial(Setting, group=Group.TERMINAL, relevance="reject")
 _taken = partial(Setting, group=Group.TERMINAL, relevance="accept")
 
-_CHAT = Rule("kvs run writes one text and ends; for a chat use kvs serve and its page, for one answer kvs run --chat")
-_ONE_TURN = Rule("kvs run ends after one answer in any case; leave it out, and use --chat for the model's template")
-_TEMPLATE = Rule("the chat template says what stands around a message; use --chat, and --chat-template for another one")
-_SESSION = Rule("use --session FILE, which keeps what was read and written and goes on from there")
+_CHAT = Rule("there is no chat in the terminal; use kvs serve and its page, or kvs run --chat for one answer")
+_ONE_TURN = Rule("leave it out: kvs run ends after one answer in any case, kvs run --chat in the model's template")
+_TEMPLATE = Rule("the chat template says what stands around a message; give another one with --chat-template")
+_SESSION = Rule("use kvs run --session FILE, which keeps what was read and written and goes on from there")
 _SELF_EXTEND = Rule("attention is computed as the model was trained; for a longer context use --rope-scaling yarn and "
                     "--rope-scale")
 
@@ -50,10 +50,10 @@ SETTINGS = (
         default=False, refuse=(_TEMPLATE,)),
     _refused("system_prompt_file", ("-sysf", "--system-prompt-file"), ANY,
         "System message, in a file.",
-        refuse=(Rule("give the text itself with --system-prompt and --chat"),)),
+        refuse=(Rule("give the text itself with kvs run --chat --system-prompt TEXT"),)),
     _refused("binary_file", ("-bf", "--binary-file"), ANY,
         "Prompt of any bytes, in a file.",
-        refuse=(Rule("a prompt is text in UTF-8; give it with --file"),)),
+        refuse=(Rule("a prompt is text in UTF-8; give it with kvs run --file FILE"),)),
     _refused("prompt_cache", ("--prompt-cache",), ANY,
         "File that keeps the prompt's state.",
         refuse=(_SESSION,)),

@@ -231,7 +231,10 @@ def _prompt(values: Values, positionals: Sequence[str]) -> PromptSettings:
              "--file": values["file"]}
     named = [name for name, value in given.items() if value is not None]
     if not named:
-        raise SettingsError("no prompt: give PROMPT_FILE, --prompt TEXT, --file FILE, or - to read it from stdin")
+        raise SettingsError(
+            "no prompt: give PROMPT_FILE, -p TEXT, -f FILE, or - to read it from stdin; for a chat use kvs serve and "
+            "its page"
+        )
     if len(named) > 1:
         raise SettingsError(f"{' and '.join(named)} are both prompts; give one of them")
     if values["prompt"] is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -17,8 +18,10 @@ from rich.text import Text
 from kvs_cli import app
 from kvs_cli.completion import SHELLS, completion_script
 from kvs_cli.help import print_help
+from kvs_cli.options import parse
+from kvs_core.errors import SettingsError
 from kvs_core.settings.setting import Command
-from kvs_core.settings.table import TABLE
+from kvs_core.settings.table import BY_FLAG, TABLE
 
 
 def help_text(command: Command, *, everything: bool = False, width: int = 120) -> str:
@@ -84,7 +87,8 @@ def test_notices_go_to_stderr_before_an_error(capsys: pytest.CaptureFixture[str]
     assert app.main(["run", "--port", "1"]) == 1
     assert capsys.readouterr().err.splitlines() == [
         "--port: no effect on kvs run",
-        "error: no prompt: give PROMPT_FILE, --prompt TEXT, --file FILE, or - to read it from stdin"]
+        "error: no prompt: give PROMPT_FILE, -p TEXT, -f FILE, or - to read it from stdin; for a chat use kvs serve "
+        "and its page"]
 
 
 PROGRAM = "import sys; from kvs_cli.app import main; sys.exit(main())"
@@ -152,6 +156,50 @@ def test_help_names_every_setting(command: Command) -> None:
     assert "--lora" not in short
 
 
+def rows_of(text: str) -> dict[str, str]:
+    """The rows of a help of two columns, on a console so wide that each has one line: flags and what stands beside."""
+    rows = (re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in text.splitlines() if line.startswith(" "))
+    return dict(row for row in rows if len(row) == 2)
+
+
+def test_help_shows_defaults_as_they_are_typed() -> None:
+    """Lists with their own separators, which give the default when they are read; an empty default is not shown."""
+    rows = rows_of(help_text("serve", width=2000))
+    for usage in ("--samplers A;B;...", "--cors-methods A,B,..."):
+        shown = re.search(r"default (\S+?)(;\s|\])", rows[usage])
+        assert shown is not None, rows[usage]
+        flag = usage.split()[0]
+        setting = BY_FLAG[flag]
+        assert parse([flag, shown[1]], {}, "serve").values[setting.key] == setting.default
+    assert "--cors-origins A,B,..." in rows
+    assert rows["--api-prefix TEXT"] == "Prefix of every route. [LLAMA_ARG_API_PREFIX]"
+    assert "--slot-save-path FOLDER" in rows
+
+
+def test_help_says_once_what_is_refused() -> None:
+    """Types of drafters that are refused for one reason have it together."""
+    rows = rows_of(help_text("run", width=2000))
+    row = next(text for usage, text in rows.items() if usage.startswith("--spec-type "))
+    assert row.count("separate draft models are not loaded") == 1
+    assert "draft-simple, draft-eagle3, draft-dflash, draft-dspark: separate draft models" in row
+
+
+@pytest.mark.parametrize("command", app.COMMANDS)
+def test_help_lists_no_spelling_as_refused_that_is_taken(command: Command) -> None:
+    """Of a pair that is refused one way, the other way stands with what is taken; and all else is refused."""
+    taken, refused = help_text(command, everything=True, width=4000).split("Refused, with what to use instead")
+    taken = taken.split("Taken, without effect here")[1]
+    flags = [flag for usage in rows_of(refused) for flag in usage.split(", ")]
+    assert {"-cnv", "--agent", "-nkvo", "--lora"} <= {*flags}
+    for flag in flags:
+        with pytest.raises(SettingsError):
+            parse([flag, *["1"] * BY_FLAG[flag].kind.arity], {}, command)
+    others = {flag for usage in rows_of(taken) for flag in usage.split(", ")}
+    for flag in ("-no-cnv", "--no-agent", "-kvo"):
+        assert flag in others
+        parse([flag], {}, command)
+
+
 def test_help_of_run_has_three_examples() -> None:
     """Three command lines to start from, each on a line of its own."""
     assert sum(line.strip().startswith(("kvs run", "git diff")) for line in help_text("run").splitlines()) == 3
@@ -171,6 +219,8 @@ def test_completion_scripts_are_valid(shell: str) -> None:
     script = completion_script(shell, app.COMMANDS)
     assert "cache-type-k" in script
     assert "draft-model" not in script
+    if shell == "fish":   # files are offered where a folder is wanted
+        assert " -l slot-save-path -r " in script
     if program := shutil.which(shell):
         subprocess.run([program, "-n"], input=script, text=True, check=True, timeout=20)
 
@@ -197,3 +247,8 @@ def test_a_usage_error_names_the_help_of_what_was_typed(
 ) -> None:
     assert app.main(line.split()) == 1
     assert capsys.readouterr().err.strip().endswith(f"; {command} --help lists what there is")
+
+
+def test_a_command_that_is_mistyped_has_one_sentence_of_each_kind(capsys: pytest.CaptureFixture[str]) -> None:
+    assert app.main(["rum"]) == 1
+    assert capsys.readouterr().err.endswith("Did you mean 'run'? kvs --help lists what there is\n")

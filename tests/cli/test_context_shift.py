@@ -86,6 +86,15 @@ def test_a_shift_that_is_interrupted_leaves_the_session_file(
     assert kvs(*common, "-p", "", "-n", 20, "--session", file).code == 0
 
 
+def test_a_full_session_of_a_recurrent_model_is_told_what_works(kvs: Kvs, tiny_qwen35: Path, tmp_path: Path) -> None:
+    """Not --context-shift, which it refuses."""
+    common = ("run", "-m", tiny_qwen35, "-c", 256, *GREEDY, "--ignore-eos", "--session", tmp_path / "talk.kvs")
+    assert kvs(*common, "-p", PROMPT, "--json").json["stop_reason"] == "context"
+    full = kvs(*common, "-p", "").error
+    assert full == ("the session has 256 tokens, the context holds 256 and must leave room for one more; raise "
+                    "--ctx-size or begin a new --session")
+
+
 def test_recurrent_models_are_refused_at_start(kvs: Kvs, tiny_qwen35: Path) -> None:
     """In one line, with the reason and what to do."""
     error = kvs("run", "-m", tiny_qwen35, "-p", PROMPT, "--context-shift").error
@@ -95,7 +104,7 @@ def test_recurrent_models_are_refused_at_start(kvs: Kvs, tiny_qwen35: Path) -> N
 
 def test_a_keep_that_leaves_no_room_is_refused(kvs: Kvs, tiny_llama: Path, tmp_path: Path) -> None:
     """With both numbers, before the weights are read; the largest that does runs, and so does any where nothing shifts.
-    -1 counts the prompt, a session's too."""
+    -1 is cut down to what there is room for, of a session too."""
     common = ("run", "-m", tiny_llama, "-c", 256, *GREEDY, "--ignore-eos", "-n", 250)
     said = kvs(*common, "-p", PROMPT, "--context-shift", "--keep", 700)
     assert said.error == ("--keep 700 leaves --context-shift no room in a context of 256 tokens; keep at most 251, or "
@@ -107,13 +116,15 @@ def test_a_keep_that_leaves_no_room_is_refused(kvs: Kvs, tiny_llama: Path, tmp_p
     words = "x" * 252
     tokens = len(tokenizer_of(tiny_llama).encode(words))
     assert 251 < tokens < 256
-    error = kvs(*common, "-p", words, "--context-shift", "--keep", -1).error
-    assert error == (f"--keep -1, a prompt of {tokens} tokens, leaves --context-shift no room in a context of 256 "
-                     "tokens; keep at most 251, or raise --ctx-size")
-    file = tmp_path / "talk.kvs"
-    assert kvs(*common, "-p", PROMPT, "--session", file).code == 0
-    full = kvs(*common, "-p", "", "--session", file, "--context-shift", "--keep", -1).error
-    assert full.startswith("--keep -1, a prompt of 256 tokens, leaves")
+    shifted = ("--context-shift", "--json", "-p")
+    whole = kvs(*common, *shifted, words, "--keep", -1).json
+    assert whole["dropped_tokens"] > 0
+    assert whole["token_ids"] == kvs(*common, *shifted, words, "--keep", 251).json["token_ids"]
+    for keep in (-1, 251):
+        assert kvs(*common, "-p", PROMPT, "--session", tmp_path / f"{keep}.kvs").code == 0
+    made = [kvs(*common, *shifted, "", "--session", tmp_path / f"{keep}.kvs", "--keep", keep) for keep in (-1, 251)]
+    assert made[0].json["token_ids"] == made[1].json["token_ids"]
+    assert made[0].json["generated_tokens"] == 250
 
 
 def test_keep_alone_is_named(kvs: Kvs, tiny_llama: Path) -> None:

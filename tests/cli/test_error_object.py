@@ -1,4 +1,4 @@
-"""``--json`` where an error ends a command before its object is there: one with the error."""
+"""``--json`` where an error or Ctrl-C ends a command before its object is there: one that tells so."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from kvs_cli.saved_text import SavedText
 from kvs_core.engine.engine import Engine
+from kvs_core.engine.session import Session
 from kvs_core.errors import SessionFileError
 from tests.cli.conftest import Kvs
 
@@ -48,18 +49,53 @@ def test_an_error_before_the_text_is_an_object_too(
     assert told.get("model") == (whole["model"] if is_open else None)
 
 
-def test_an_error_behind_the_text_adds_no_second_object(
+def test_an_error_behind_the_text_stands_in_its_object(
     kvs: Kvs, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the session file cannot be written in the end, the text has been told."""
+    """Where the session file cannot be written in the end: the text and why it ended are told all the same."""
     def refuse(*_: object, **__: object) -> None:
         raise SessionFileError("talk.kvs: disk full")
 
+    whole = kvs("run", *MODEL, tiny_llama, "--temp", 0, "--json").json
     monkeypatch.setattr(SavedText, "save", refuse)
-    ended = kvs("run", *MODEL, tiny_llama, "--session", tmp_path / "talk.kvs", "--json")
+    ended = kvs("run", *MODEL, tiny_llama, "--temp", 0, "--session", tmp_path / "talk.kvs", "--json")
     assert (ended.code, ended.out.count("\n")) == (1, 1)
-    assert "error" not in json.loads(ended.out)
+    told = json.loads(ended.out)
+    assert told.keys() == {*whole, "error"}
+    assert (told["text"], told["token_ids"], told["stop_reason"]) == (whole["text"], whole["token_ids"], "length")
+    assert told["error"] == "talk.kvs: disk full"
     assert ended.err.splitlines()[-1] == "error: talk.kvs: disk full"
+
+
+@pytest.mark.parametrize("flags", [("--nonsense",), ("-np", "4"), ("--config", "nowhere.yaml"), ("a", "b")])
+def test_a_command_line_that_is_refused_has_no_object(kvs: Kvs, flags: tuple[str, ...]) -> None:
+    """As help says: what is to be printed is not known then."""
+    ended = kvs("run", "--json", *flags)
+    assert (ended.code, ended.out, ended.err.count("\n")) == (1, "", 1)
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_an_interrupt_before_the_text_is_told(
+    kvs: Kvs, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, as_json: bool
+) -> None:
+    """Ctrl-C while the prompt is read: the line that tells it within a text, and the object of an empty one."""
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    whole = kvs("run", *MODEL, tiny_llama, "--json").json
+    monkeypatch.setattr(Session, "prefill", interrupted)
+    ended = kvs("run", *MODEL, tiny_llama, *(["--json"] if as_json else []))
+    assert ended.code == 130
+    assert ended.err.rstrip().endswith("stop: interrupted")
+    assert ended.err.count("stop: ") == 1
+    if not as_json:
+        assert ended.out == ""
+        return
+    assert ended.out.count("\n") == 1
+    told = json.loads(ended.out)
+    assert (told["text"], told["token_ids"], told["stop_reason"]) == ("", [], "interrupted")
+    assert told["model"] == whole["model"]
+    assert "error" not in told
 
 
 @pytest.mark.parametrize(("kind", "steps", "tokens"), [("step", 0, 0), ("open", 2, 3)])

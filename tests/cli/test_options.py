@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvs_cli.options import Parsed, parse
 from kvs_core.errors import SettingsError
 from kvs_core.settings import KvSettings, SpeculativeSettings
-from kvs_core.settings.setting import Setting
+from kvs_core.settings.setting import Command, Setting
 from kvs_core.settings.table import BY_FLAG, BY_KEY, DEFAULTS, TABLE, yaml_name
 from kvs_core.settings.typed import run_settings
 from tests.support.examples import examples
@@ -189,6 +189,10 @@ def test_a_repeated_flag_counts_once() -> None:
         (["--ctx-sise", "3"], "invalid argument: --ctx-sise; did you mean --ctx-size?"),
         (["-nglx", "3"], "invalid argument: -nglx; did you mean -ngl?"),
         (["--"], "invalid argument: --; kvs run --help-all lists all of them"),
+        (["-fa", "maybe"], "-fa: expected on, off or auto, got 'maybe'; usage: -fa, --flash-attn on|off|auto"),
+        (["--chat-template", "chatml"],
+         "--chat-template: expected the text of a Jinja template (a name is none; for a file there is "
+         "--chat-template-file), got 'chatml'; usage: --chat-template JINJA"),
         (["a", "b"], "invalid argument: b; 'a' came before, and there is room for one argument without a flag"),
         (["-c"], "-c: expected value for argument; usage: -c, --ctx-size N"),
         (["--json=1"], "--json takes no value, got '1'; usage: --json"),
@@ -208,8 +212,8 @@ def test_a_repeated_flag_counts_once() -> None:
          "--kv-window-layers: expected layers and tokens such as 0-4=all or 7=4096, got '0-4'; "
          "usage: --kv-window-layers LAYERS=N|all,..."),
         (["--spec-type", "ngram-mod,draft-simple"],
-         "--spec-type ngram-mod,draft-simple: draft-simple needs a draft model in a file of its own, which kvs does "
-         "not load; use draft-mtp, draft-resident or an ngram type"),
+         "--spec-type draft-simple: separate draft models are not loaded; use --spec-type draft-mtp, "
+         "draft-resident or an ngram type"),
         (["--draft-max", "8"], "--draft-max: removed; use --spec-draft-n-max, or --spec-ngram-mod-n-max for ngram-mod"),
     ],
 )
@@ -218,7 +222,17 @@ def test_errors_are_one_line_with_a_way_out(argv: list[str], message: str) -> No
     assert refusal(*argv) == message
 
 
-CHAT = "kvs run writes one text and ends; for a chat use kvs serve and its page, for one answer kvs run --chat"
+@pytest.mark.parametrize("command", ["info", "plan", "serve"])
+def test_hints_are_those_of_the_command(command: Command, tmp_path: Path) -> None:
+    """The help that lists all flags is that of the command at hand, for the command line and for YAML."""
+    file = tmp_path / "some.yaml"
+    file.write_text("qqqqqqqq: 1\n")
+    for argv in (["--"], ["--config", str(file)]):
+        with pytest.raises(SettingsError, match=f"; kvs {command} --help-all lists all of them$"):
+            parse(argv, {}, command)
+
+
+CHAT = "there is no chat in the terminal; use kvs serve and its page, or kvs run --chat for one answer"
 
 
 @pytest.mark.parametrize(
@@ -226,16 +240,15 @@ CHAT = "kvs run writes one text and ends; for a chat use kvs serve and its page,
     [
         *(([flag], f"{flag}: {CHAT}") for flag in (
             "-cnv", "--conversation", "-i", "--interactive", "-if", "--interactive-first", "-mli", "-ins", "-cml")),
-        *(([flag], f"{flag}: kvs run ends after one answer in any case; leave it out, and use --chat for the model's "
+        *(([flag], f"{flag}: leave it out: kvs run ends after one answer in any case, kvs run --chat in the model's "
                    "template") for flag in ("-st", "--single-turn")),
         *(([flag], f"{flag}: kvs run prints the text alone, as it is; leave it out, or use --log-colors for log lines")
           for flag in ("-co", "--color")),
         (["--in-prefix", "User: "],
-         "--in-prefix: the chat template says what stands around a message; use --chat, and --chat-template for "
-         "another one"),
+         "--in-prefix: the chat template says what stands around a message; give another one with --chat-template"),
         (["--prompt-cache", "a.bin"],
-         "--prompt-cache: use --session FILE, which keeps what was read and written and goes on from there"),
-        (["-sysf", "s.txt"], "-sysf: give the text itself with --system-prompt and --chat"),
+         "--prompt-cache: use kvs run --session FILE, which keeps what was read and written and goes on from there"),
+        (["-sysf", "s.txt"], "-sysf: give the text itself with kvs run --chat --system-prompt TEXT"),
         (["--image", "a.png"],
          "--image: kvs reads text only, no images, audio or video; leave it out, or use --no-mmproj"),
     ],

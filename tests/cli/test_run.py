@@ -137,11 +137,19 @@ def test_summary_tells_what_happened(kvs: Kvs, tmp_path: Path) -> None:
     """Device, stages, stop reason, rates and KV traffic stand on stderr in plain lines."""
     path = write_tiny_llama(tmp_path / "q8_0.gguf", seed=2, weight_type="q8_0")
     err = kvs("run", "-m", path, "-p", "hello", "-n", "5", "-t", "1").err
-    for words in ("device: cpu, 1 threads", "loading weights: ", "reading the prompt: ", "stop: length",
+    for words in ("device: cpu, 1 thread\n", "loading weights: ", "reading the prompt: ", "stop: length",
                   "text: 5 tokens", "KV: adaptive", "of 4 pages resident", "moved: 0.00 MiB"):
         assert words in err
     assert "\x1b" not in err
     assert "\r" not in err
+
+
+def test_one_of_a_kind_is_singular(kvs: Kvs, tiny_llama: Path) -> None:
+    """One thread, one token of prompt (the BOS) and one of text are told as such."""
+    said = kvs("run", "-m", tiny_llama, "-p", "", "-n", 1, "--threads", 1, "--device", "cpu").err
+    for words in (", 1 thread\n", "reading the prompt: 1 token in ", "prompt: 1 token, ", "text: 1 token; "):
+        assert words in said
+    assert re.search(r"(?<![\d.])1 (threads|tokens)", said) is None, said
 
 
 def test_logging_flags_hold_for_the_summary(kvs: Kvs, tiny_llama: Path) -> None:

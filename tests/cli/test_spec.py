@@ -82,7 +82,7 @@ def test_pretended_acceptance_says_so(kvs: Kvs, tiny_qwen35: Path, flags: tuple[
         (["--kv-stream-auxiliary-layers", "2"], "--kv-stream-auxiliary-layers 2: the MTP layers of tiny qwen35 are 1"),
         (["--spec-type", "ngram-simple", "--spec-ngram-simple-size-m", "65"], "verifying that takes 66 rows"),
         (["--spec-type", "ngram-simple", "-ub", "32"], "verifying them takes 49 rows, the size given by --ubatch-size"),
-        (["--spec-type", "draft-simple"], "needs a draft model in a file of its own"),
+        (["--spec-type", "draft-simple"], "--spec-type draft-simple: separate draft models are not loaded; use "),
         (["--spec-type", "draft-nothing"], "draft-nothing"),
         (["-md", "draft.gguf"], "separate draft models are not loaded"),
     ],
