@@ -207,12 +207,17 @@ def _refusal(
             return False
         return _lack(other, device, free_bytes, ram_bytes) is None
 
-    kv, arena = settings.kv, setup.budget.memory.arena_bytes
+    kv = settings.kv
     ways = less_kv(fits, settings.context, kv, setup.budget.context)
     if lack.arena_bytes is not None:
-        mib = (arena - lack.arena_bytes) // MIB
-        if mib > 0 and fits(settings.context, replace(kv, arena_mib=mib, pool_mib=None)):
-            ways.append(f"use --kv-stream-arena-mib {mib}")
+        kind, given_bytes = "arena", setup.budget.memory.arena_bytes
+        if kv.pool_mib is not None:
+            kind, given_bytes = "pool", kv.pool_mib * MIB
+        mib = (given_bytes - lack.arena_bytes) // MIB
+        if mib > 0:
+            smaller = replace(kv, arena_mib=mib) if kind == "arena" else replace(kv, pool_mib=mib)
+            if fits(settings.context, smaller):
+                ways.append(f"use --kv-stream-{kind}-mib {mib}")
     return BudgetError(
         f"does not fit: {lack.said}; {', or '.join(ways) or 'use a smaller model'}",
         needed_mib=mib_ceil(lack.needed_bytes), given_mib=lack.given_bytes // MIB,

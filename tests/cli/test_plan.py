@@ -316,6 +316,18 @@ def test_what_is_advised_where_it_does_not_fit_is_enough(
         assert plan(kvs, tiny_llama, *flags, *way)["memory"]["fits"]
 
 
+def test_a_pool_that_was_given_is_what_gets_smaller(
+    kvs: Kvs, tiny_llama: Path, free: Callable[[int], None]
+) -> None:
+    """Not the arena, which cannot be given beside it."""
+    flags = ("-c", "16384", "--kv-stream-pool-mib", "3")
+    free(1000)
+    free(mib_ceil(plan(kvs, tiny_llama, *flags)["memory"]["host_needed_bytes"]) - 2)
+    error = kvs("plan", tiny_llama, *SMALL, *flags).error
+    assert error.endswith(", or lower --ctx-size to 8192, or use --kv-stream-pool-mib 1")
+    assert plan(kvs, tiny_llama, *flags, *advised(error)[-1])["memory"]["fits"]
+
+
 def test_types_and_context_together_where_neither_is_enough(
     kvs: Kvs, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
