@@ -76,12 +76,15 @@ def test_the_end_of_thoughts_begins_the_grammar(kvs: Kvs, tiny_qwen35: Path) -> 
     assert (result["text"], result["stop_reason"]) == ("</think>abc", "eos")
 
 
-def test_white_space_comes_between_thoughts_and_json(kvs: Kvs, tiny_qwen35: Path) -> None:
-    """Up to four characters of it, since models write some there."""
+def test_white_space_comes_between_thoughts_and_json(kvs: Kvs, tiny_qwen35: Path, tmp_path: Path) -> None:
+    """Up to four characters of it, since models write some there; also where a saved session goes on."""
     [end], [newline] = (tokenizer_of(tiny_qwen35).encode(text, add_special=False) for text in ("</think>", "\n"))
-    result = kvs("run", "-m", tiny_qwen35, "--chat", "--chat-template", "{{ messages[0].content }}<think>\n", "-p", "x",
-                 "-n", "20", *GREEDY, "-l", f"{end}+1000", "-l", f"{newline}+500", "-j", SEA, "--json").json
-    assert result["text"].startswith("</think>\n\n\n\n{\n\n")
+    chat = ("run", "-m", tiny_qwen35, "--chat", "--chat-template", "{{ messages[0].content }}<think>\n", *GREEDY)
+    ruled = (*chat, "-n", "20", "-l", f"{end}+1000", "-l", f"{newline}+500", "-j", SEA, "--json")
+    assert kvs(*ruled, "-p", "x").json["text"].startswith("</think>\n\n\n\n{\n\n")
+    assert kvs(*chat, "-p", "x", "-n", "0", "--session", tmp_path / "saved").code == 0
+    goes_on = kvs(*ruled, "-p", "", "--session", tmp_path / "saved").json
+    assert goes_on["text"].startswith("</think>\n\n\n\n{\n\n")
 
 
 @pytest.mark.parametrize(("flags", "words"), [
