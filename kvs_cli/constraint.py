@@ -30,32 +30,35 @@ def read_constraint(settings: ConstraintSettings) -> ConstraintSettings:
     return settings
 
 
-def compile_constraint(settings: ConstraintSettings, compiler: GrammarCompiler) -> Constraint | None:
-    """The rule of settings that were read; used up by one text. Raises SettingsError, naming the flag."""
+def compile_constraint(
+    settings: ConstraintSettings, compiler: GrammarCompiler, *, after_thoughts: bool = False
+) -> Constraint | None:
+    """The rule of settings that were read; used up by one text. Raises SettingsError, naming the flag.
+
+    ``after_thoughts``: white space may come before the JSON of a schema.
+    """
     try:
         if settings.grammar is not None:
             return compiler.from_gbnf(settings.grammar)
         if settings.schema is not None:
-            return compiler.from_schema(settings.schema)
+            return compiler.from_schema(settings.schema, after_thoughts=after_thoughts)
     except SettingsError as error:
         flag = "--json-schema" if settings.grammar is None else "--grammar"
         raise SettingsError(f"{flag}: {error}") from None
     return None
 
 
-def run_constraint(settings: ConstraintSettings, model: OpenModel) -> Constraint | None:
-    """The rule for the one text of ``kvs run``; see ``compile_constraint``."""
+def run_constraint(settings: ConstraintSettings, model: OpenModel, prompt: Sequence[int]) -> Constraint | None:
+    """The rule for the one text of ``kvs run``; see ``compile_constraint``. It holds behind the thoughts, if a chat
+    template has opened some at the end of ``prompt``."""
     if settings == ConstraintSettings():
         return None
     from kvs_core.formats.grammar import GrammarCompiler  # here, since few runs need it
 
-    return compile_constraint(read_constraint(settings), GrammarCompiler(model.tokenizer, model.spec.n_vocab))
-
-
-def after_thoughts(rule: Constraint, prompt: Sequence[int], model: OpenModel) -> Constraint:
-    """``rule`` for the text behind the thoughts, if a chat template has opened some at the prompt's end."""
     tags = open_tags(model.tokenizer.decode(prompt[-_TAIL_TOKENS:], special=True))
-    return rule if tags is None else AfterText(rule, model.tokenizer, text=tags.end)
+    compiler = GrammarCompiler(model.tokenizer, model.spec.n_vocab)
+    rule = compile_constraint(read_constraint(settings), compiler, after_thoughts=tags is not None)
+    return rule if rule is None or tags is None else AfterText(rule, model.tokenizer, text=tags.end)
 
 
 def _read_schema(path: Path) -> dict[str, object]:

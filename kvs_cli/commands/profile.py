@@ -35,10 +35,11 @@ def profile_layers(
     """How much of each layer's attention lies outside windows of the newest tokens, measured on a text.
 
     The text is read once, in any arena. For each attention layer and window the share is the mean over heads and over
-    the positions that see more tokens than the window has. Prints a table of layers and windows; with --output also
-    profile-layers.csv, .json, .yaml and the heat map .png. The YAML is window residency for kvs run --config: it says
-    which pages stay on the device. That informs speed alone: the text is the same whatever it says, since the pages
-    outside a window are streamed, not dropped. Layers with a window of the model's own stay as they are.
+    the positions that see more tokens than the window has; a window as long as the text is not kept. Prints a table of
+    layers and windows; with --output also profile-layers.csv, .json, .yaml and the heat map .png. The YAML is window
+    residency for kvs run --config: it says which pages stay on the device. That informs speed alone: the text is the
+    same whatever it says, since the pages outside a window are streamed, not dropped. Layers with a window of the
+    model's own stay as they are.
 
     Example: kvs profile-layers -m model.gguf --text book.txt -c 32768 -ctk q8_0 -ctv q4_0 --yaml windows.yaml
     """

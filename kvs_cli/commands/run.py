@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from contextlib import closing
 
 from kvs_cli import ending
-from kvs_cli.constraint import after_thoughts, run_constraint
+from kvs_cli.constraint import run_constraint
 from kvs_cli.error_object import FAILED, INTERRUPTED, ErrorObject
 from kvs_cli.open_model import OpenModel, check_keep, open_engine, open_model, plan_context
 from kvs_cli.prompt import prompt_tokens, read_prompt
@@ -52,7 +52,7 @@ def execute(settings: RunSettings, told: ErrorObject) -> int:
     prompt = [] if goes_on else prompt_tokens(model, text, settings.chat, context)
     check_keep(settings.engine.context, context, bos=model.tokenizer.add_bos)
     sampler = _sampler(model, settings)
-    rule = run_constraint(settings.constraint, model)
+    rule = run_constraint(settings.constraint, model, prompt if settings.chat.enabled else ())
     with open_engine(model, settings.engine, screen) as engine:
         saved = None
         if settings.session is not None:
@@ -60,8 +60,8 @@ def execute(settings: RunSettings, told: ErrorObject) -> int:
             prompt = prompt or saved.tokens
             if not (goes_on and settings.engine.context.shift):   # which makes room
                 check_prompt(len(prompt), context, is_session=goes_on, can_shift=engine.can_rewind)
-        if rule is not None and settings.chat.enabled:
-            rule = after_thoughts(rule, prompt, model)
+            if goes_on and settings.chat.enabled:
+                rule = run_constraint(settings.constraint, model, prompt)
         result = _generate(settings, model, engine, sampler, rule, prompt, saved, screen, start_s)
         told.facts |= result.as_json()
         if result.error is not None:

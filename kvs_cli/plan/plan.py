@@ -12,11 +12,12 @@ from kvs_core.engine.arena_size import arena_for
 from kvs_core.engine.budget import BudgetDevice, Drafting, plan_budget
 from kvs_core.engine.forecast import Point, Rounds, Setup, contexts, forecast
 from kvs_core.engine.held import cache_limit_bytes, held_on_cuda, held_on_host, held_weights
+from kvs_core.engine.levers import less_kv
 from kvs_core.engine.rates import Found, find_rates, forget_rates
 from kvs_core.engine.spill import spilled_bytes
 from kvs_core.engine.split import plan_split
 from kvs_core.errors import BudgetError, CapabilityError
-from kvs_core.settings import EngineSettings, KvSettings
+from kvs_core.settings import ContextSettings, EngineSettings, KvSettings
 from kvs_core.settings.serving import CacheSettings
 from kvs_core.units import MIB, mib_ceil
 
@@ -90,7 +91,9 @@ def make_plan(model: OpenModel, settings: EngineSettings, device: Device, *, mea
     ram_bytes = free_bytes if device.is_host else available_ram_bytes()
     setup = _setup(model, settings, settings.kv, device, free_bytes)
     _check_kernels(setup, model, device)
-    _check_fits(setup, device, free_bytes, ram_bytes)
+    lack = _lack(setup, device, free_bytes, ram_bytes)
+    if lack is not None:
+        raise _refusal(lack, model, settings, device, setup, free_bytes, ram_bytes)
     if measure:
         forget_rates(device)
     found = find_rates(device, settings.kv)
@@ -147,9 +150,22 @@ def _host_weights_bytes(setup: Setup) -> int:
     return setup.split.pass_bytes + setup.spilled_bytes
 
 
-def _check_fits(setup: Setup, device: Device, free_bytes: int, ram_bytes: int) -> None:
-    """``BudgetError`` that says what does not fit, and by how much: what the device holds, or the history of a full
-    context beside it (on the host) or in host memory."""
+@dataclass(frozen=True, slots=True)
+class _Lack:
+    """What does not fit, and by how much.
+
+    said         of each memory, with the parts
+    arena_bytes  by which a smaller arena would make it fit; None: no arena would
+    """
+
+    said: str
+    needed_bytes: int
+    given_bytes: int
+    arena_bytes: int | None
+
+
+def _lack(setup: Setup, device: Device, free_bytes: int, ram_bytes: int) -> _Lack | None:
+    """Of what the device holds, or of the history of a full context beside it (on the host) or in host memory."""
     needed, history = _needed_bytes(setup), _history_bytes(setup) + _host_weights_bytes(setup)
     moved = [name for name, size in (("pass", setup.split.pass_bytes), ("spill", setup.spilled_bytes)) if size]
     bare = " without checkpoints" if setup.budget.residency.drops_passed else ""
@@ -159,7 +175,7 @@ def _check_fits(setup: Setup, device: Device, free_bytes: int, ram_bytes: int) -
     cache = f" ({mib_ceil(cached)} of them a cache of float32)" if cached else ""
     parts = (f"weights of {mib_ceil(setup.weights.size_bytes - setup.spilled_bytes)} MiB{cache}, recurrent state of "
              f"{mib_ceil(setup.state_bytes)} MiB and an arena of {mib_ceil(setup.budget.memory.arena_bytes)} MiB")
-    lacks, smaller = [], "arena, --ctx-size or model"
+    lacks = []
     if needed > free_bytes:
         lacks.append(f"{parts} need {mib_ceil(needed)} MiB, {device.name} has {free_bytes // MIB} MiB free: "
                      f"{mib_ceil(needed - free_bytes)} MiB too many")
@@ -168,14 +184,44 @@ def _check_fits(setup: Setup, device: Device, free_bytes: int, ram_bytes: int) -
         where = f"in {device.name} beside {parts}" if device.is_host else "in host memory"
         lacks.append(f"{what} {mib_ceil(history)} MiB, {left // MIB} MiB are left "
                      f"{where}: {mib_ceil(history - left)} MiB too many")
-        smaller = "arena, --ctx-size or KV type" if lacks[1:] or device.is_host else "--ctx-size or KV type"
-    if lacks:
-        device_lacks = needed > free_bytes
-        raise BudgetError(
-            f"does not fit: {'; and '.join(lacks)}; use a smaller {smaller}",
-            needed_mib=mib_ceil(needed if device_lacks else history),
-            given_mib=(free_bytes if device_lacks else left) // MIB,
-        )
+    if not lacks:
+        return None
+    sizes = (needed, free_bytes) if needed > free_bytes else (history, left)
+    arena: int | None = needed + history - ram_bytes
+    if not device.is_host:
+        arena = needed - free_bytes if history <= left else None
+    return _Lack("; and ".join(lacks), *sizes, arena)
+
+
+def _refusal(
+    lack: _Lack, model: OpenModel, settings: EngineSettings, device: Device, setup: Setup, free_bytes: int,
+    ram_bytes: int,
+) -> BudgetError:
+    """What lacks, and what would be enough: settings are tried until it is."""
+
+    def fits(context: ContextSettings, kv: KvSettings, ring_bytes: int = 0) -> bool:
+        try:
+            other = _setup(model, replace(settings, context=context), kv, device, free_bytes)
+            _check_kernels(other, model, device)
+        except (BudgetError, CapabilityError):
+            return False
+        return _lack(other, device, free_bytes, ram_bytes) is None
+
+    kv = settings.kv
+    ways = less_kv(fits, settings.context, kv, setup.budget.context)
+    if lack.arena_bytes is not None:
+        kind, given_bytes = "arena", setup.budget.memory.arena_bytes
+        if kv.pool_mib is not None:
+            kind, given_bytes = "pool", kv.pool_mib * MIB
+        mib = (given_bytes - lack.arena_bytes) // MIB
+        if mib > 0:
+            smaller = replace(kv, arena_mib=mib) if kind == "arena" else replace(kv, pool_mib=mib)
+            if fits(settings.context, smaller):
+                ways.append(f"use --kv-stream-{kind}-mib {mib}")
+    return BudgetError(
+        f"does not fit: {lack.said}; {', or '.join(ways) or 'use a smaller model'}",
+        needed_mib=mib_ceil(lack.needed_bytes), given_mib=lack.given_bytes // MIB,
+    )
 
 
 def _history_bytes(setup: Setup) -> int:
@@ -201,8 +247,9 @@ def _alternatives(
         try:
             other = _setup(model, settings, kv, device, free_bytes)
             _check_kernels(other, model, device)
-            _check_fits(other, device, free_bytes, ram_bytes)
-            yield Alternative(name, kv, forecast(other, find_rates(device, kv).rates, end.tokens, rounds))
+            fits = _lack(other, device, free_bytes, ram_bytes) is None
+            found = forecast(other, find_rates(device, kv).rates, end.tokens, rounds) if fits else None
+            yield Alternative(name, kv, found)
         except BudgetError:
             yield Alternative(name, kv, None)
         except CapabilityError:

@@ -65,7 +65,7 @@ def run_profile(bench: Bench, asked: Asked) -> None:
     # One row at least sees more than the smallest window.
     needed, flag, start = asked.windows[0] + 1, "--windows", bench.start_tokens
     bench.context_of(needed, flag)
-    most = min(bench.settings.context.ctx_size or spec.n_ctx_train, spec.n_ctx_most)
+    most = bench.context.context_tokens
     tokens = [*start, *bench.tokens_of(asked.text, max(1, needed - len(start)), most - len(start), flag)]
     _note_unseen(asked.windows, len(tokens))
     context_tokens = bench.settings.context.ctx_size or len(tokens)
@@ -98,8 +98,8 @@ def _note_unseen(windows: Sequence[int], tokens: int) -> None:
     unseen = [window for window in windows if window >= tokens]
     if unseen:
         LOGGER.warning(
-            "--windows %s: %d tokens are read, so nothing can lie outside, and 0 %% says nothing there; give a longer "
-            "--text, or a larger --ctx-size", ",".join(map(str, unseen)), tokens,
+            "--windows %s: %d tokens are read, so nothing can lie outside: 0 %% says nothing there, and no layer keeps "
+            "that; give a longer --text, or a larger --ctx-size", ",".join(map(str, unseen)), tokens,
         )
 
 
@@ -110,7 +110,7 @@ def _layers(profile: Profile, threshold: float) -> list[dict[str, Any]]:
             "layer": layer.layer,
             "own_window": layer.window or None,
             "outside_pct": [100 * share for share in layer.outside] if layer.measured else None,
-            "keeps": _kept(layer.least_window(profile.windows, threshold)) if layer.measured else None,
+            "keeps": _kept(profile.least_window(layer, threshold)) if layer.measured else None,
         }
         for layer in profile.layers
     ]

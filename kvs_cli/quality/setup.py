@@ -24,6 +24,7 @@ from kvs_core.engine.engine import Engine
 from kvs_core.errors import ContextError, SettingsError
 from kvs_core.settings import EngineSettings, SpeculativeSettings
 from kvs_core.settings.kinds import shown
+from kvs_core.settings.rooms import ContextPlan
 from kvs_core.settings.setting import Group
 from kvs_core.settings.table import BY_FLAG
 from kvs_core.settings.typed import engine_settings, logging_settings
@@ -81,17 +82,20 @@ class Bench:
         model = open_model(settings.model, screen, settings.rope)
         return Bench(name, settings, model, screen, output, json, text_flag)
 
+    @property
+    def context(self) -> ContextPlan:
+        """What ``--ctx-size`` stands for, as in ``kvs run``: rounded up, by default the training length."""
+        return self.settings.context.plan(self.model.spec.n_ctx_train, self.model.spec.n_ctx_most)
+
     def context_of(self, needed_tokens: int, flag: str) -> int:
-        """The context for ``needed_tokens``: what ``--ctx-size`` says, else that. Raises ``ContextError``."""
-        asked, spec = self.settings.context.ctx_size, self.model.spec
-        holds = min(asked or spec.n_ctx_train, spec.n_ctx_most)
+        """``ctx_size`` for ``needed_tokens``: what ``--ctx-size`` says, else that. Raises ``ContextError``."""
+        holds = self.context.context_tokens
         if needed_tokens > holds:
-            advice = f"the model was trained for no more: lower {flag}"
-            if holds < spec.n_ctx_most:
-                advice = f"raise --ctx-size or lower {flag}"
-            raise ContextError(f"{flag}: {needed_tokens} tokens are needed, the context holds {holds}; {advice}",
-                               prompt_tokens=needed_tokens, context_tokens=holds)
-        return asked or needed_tokens
+            raise ContextError(
+                f"{flag}: {needed_tokens} tokens are needed, the context holds {holds}; "
+                f"{self.context.advice(f'lower {flag}')}", prompt_tokens=needed_tokens, context_tokens=holds,
+            )
+        return self.settings.context.ctx_size or needed_tokens
 
     @contextmanager
     def engine(

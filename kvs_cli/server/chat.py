@@ -227,7 +227,7 @@ def _constraint(chat: Chat, service: Service) -> Constraint | None:
     """The limit on thoughts, and behind these the grammar, the schema, or the calls."""
     tags = reasoning_tags(service.template.text)
     tokenizer = service.model.tokenizer
-    rule = service.constraint(chat.options) or _call_rule(chat, service)
+    rule = service.constraint(chat.options, after_thoughts=chat.is_open) or _call_rule(chat, service)
     if rule is not None and chat.is_open and not isinstance(rule, AfterText):
         rule = AfterText(rule, tokenizer, text=tags.end)
     if chat.options.thought_limit < 0:
@@ -246,7 +246,9 @@ def _call_rule(chat: Chat, service: Service) -> Constraint | None:
         return None
     required = chat.tool_choice == "required"
     try:
-        rule = service.grammars.for_calls(chat.notation, chat.tools, several=chat.several, is_open=not required)
+        rule = service.grammars.for_calls(
+            chat.notation, chat.tools, several=chat.several, is_open=not required, after_thoughts=chat.is_open
+        )
     except SettingsError as error:
         if required:
             raise

@@ -74,13 +74,14 @@ class Service:
         }  # fmt: skip
         return Task(next(self._ids), prompt, options, shown, border, constraint, visible)
 
-    def constraint(self, options: Options) -> Constraint | None:
-        """The grammar or schema that a request names; a grammar wins."""
+    def constraint(self, options: Options, *, after_thoughts: bool = False) -> Constraint | None:
+        """The grammar or schema that a request names; a grammar wins. ``after_thoughts``: white space may come before
+        the JSON."""
         try:
             if options.grammar:
                 return self.grammars.from_gbnf(options.grammar)
             if options.json_schema is not None:
-                return self.grammars.from_schema(options.json_schema)
+                return self.grammars.from_schema(options.json_schema, after_thoughts=after_thoughts)
         except SettingsError as error:
             raise ApiError("invalid_request_error", f"Failed to initialize samplers: {error}") from None
         return None

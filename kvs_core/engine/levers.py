@@ -1,4 +1,5 @@
-"""What helps where an arena or a pool is too small, besides a larger one: settings are tried until it does. Pure."""
+"""What helps where an arena or a pool is too small, besides a larger one, and where KV takes too much memory: settings
+are tried until it does. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ _SMALLER_TYPES = (("q8_0", "q8_0"), ("q8_0", "q4_0"), ("q4_0", "q4_0"))
 
 
 class Fits(Protocol):
-    """Whether the arena or the pool that was given is large enough for these settings."""
+    """Whether the arena or the pool that was given is large enough for these settings, or there is memory for them."""
 
     def __call__(self, context: ContextSettings, kv: KvSettings, ring_bytes: int) -> bool: ...
 
@@ -54,9 +55,31 @@ def _levers(
         for tokens, rows in ubatches:
             if fits(rows, paged, ring_bytes):
                 yield f"lower --kv-page-tokens to {page_tokens} and --ubatch-size to {tokens}"
+    yield from _smaller_types(fits, context, kv, ring_bytes)
+    yield from _shorter(fits, context, kv, plan, ring_bytes)
+
+
+def less_kv(fits: Fits, context: ContextSettings, kv: KvSettings, plan: ContextPlan) -> list[str]:
+    """What makes KV small enough: other types, and a shorter context, each enough by itself, with the value that is;
+    both together where neither is; [] where they are not either. Arguments as of ``way_out``."""
+    ways = (_smaller_types(fits, context, kv, 0), _shorter(fits, context, kv, plan, 0))
+    found = [said for way in ways if (said := next(way, ""))]
+    if found:
+        return found
+    type_k, type_v = _SMALLER_TYPES[-1]
+    shorter = next(_shorter(fits, context, replace(kv, type_k=type_k, type_v=type_v), plan, 0), "")
+    return [f"use --cache-type-k {type_k}, --cache-type-v {type_v}, and {shorter}"] if shorter else []
+
+
+def _smaller_types(fits: Fits, context: ContextSettings, kv: KvSettings, ring_bytes: int) -> Iterator[str]:
     for type_k, type_v in _SMALLER_TYPES:
         if fits(context, replace(kv, type_k=type_k, type_v=type_v), ring_bytes):
             yield f"use --cache-type-k {type_k} and --cache-type-v {type_v}"
+
+
+def _shorter(
+    fits: Fits, context: ContextSettings, kv: KvSettings, plan: ContextPlan, ring_bytes: int
+) -> Iterator[str]:
     for tokens in _smaller(plan.context_tokens, _LEAST_CONTEXT_TOKENS):
         if fits(replace(context, ctx_size=tokens), kv, ring_bytes):
             yield f"lower --ctx-size to {tokens}"

@@ -46,10 +46,6 @@ class LayerProfile:
         """Whether a window of residency is of use to it: a sliding layer never streams."""
         return not self.window
 
-    def least_window(self, windows: Sequence[int], threshold: float) -> int | None:
-        """The smallest of the windows outside which there is less than ``threshold``; None: none of them will do."""
-        return next((window for window, share in zip(windows, self.outside, strict=True) if share < threshold), None)
-
 
 @dataclass(frozen=True, slots=True)
 class Profile:
@@ -59,6 +55,14 @@ class Profile:
     windows: tuple[int, ...]
     layers: tuple[LayerProfile, ...]
 
+    def least_window(self, layer: LayerProfile, threshold: float) -> int | None:
+        """The smallest window outside which a measured layer has less than ``threshold``; None: none of them will do.
+
+        One that no row sees beyond was not measured, so it is none of them.
+        """
+        shares = zip(self.windows, layer.outside, strict=True)
+        return next((window for window, share in shares if window < self.tokens and share < threshold), None)
+
     def window_layers(self, threshold: float) -> tuple[LayerWindow, ...]:
         """What window residency could keep of the measured layers: their ``least_window``, else all; neighbours alike
         are together."""
@@ -66,7 +70,7 @@ class Profile:
         joins = False
         for layer in self.layers:
             if layer.measured:
-                tokens = layer.least_window(self.windows, threshold)
+                tokens = self.least_window(layer, threshold)
                 first = layer.layer
                 if joins and found[-1].tokens == tokens:
                     first = found.pop().first

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, NoReturn
 
@@ -20,6 +21,7 @@ from llguidance import TokenizerWrapper as Wrapper
 
 from kvs_core.errors import SettingsError
 from kvs_core.formats.gbnf import to_lark
+from kvs_core.formats.json_schema import closed
 from kvs_core.formats.tokenizer import Tokenizer
 from kvs_core.formats.tool_calls import CALL_END, CALL_START, ToolNotation
 
@@ -27,6 +29,8 @@ MAX_GRAMMAR_CHARS = 1 << 20
 
 # llama.cpp's: without a bound a small model may never leave the white space.
 _JSON = {"whitespace_pattern": r"( |\n{1,2}[ \t]{0,20})?"}
+
+_BLANKS = r"/[ \n]{0,4}/ "
 
 _SHOWN = re.compile(r"\Aat \d+\(\d+\): |\n +\d+ \| .*", re.DOTALL)   # where in the translation: nobody has seen that
 
@@ -69,20 +73,24 @@ class GrammarCompiler:
             _refuse("failed to parse grammar", str(error))
         return self._compile(LLMatcher.grammar_from_lark(lark), "failed to parse grammar")
 
-    def from_schema(self, schema: Mapping[str, Any]) -> Rule:
-        """JSON of a schema; an empty one: any object. White space may come before it."""
-        lark = f"start: /[ \\n]{{0,4}}/ %json {_schema_text(schema or {'type': 'object'})}"
+    def from_schema(self, schema: Mapping[str, Any], *, after_thoughts: bool = False) -> Rule:
+        """JSON of a schema, read as by ``json_schema.closed``; an empty one: any object.
+
+        ``after_thoughts``: white space may come before it, as models write it there.
+        """
+        lark = f"start: {_BLANKS * after_thoughts}%json {_schema_text(_closed(schema or {'type': 'object'}))}"
         return self._compile(LLMatcher.grammar_from_lark(lark), "JSON schema conversion failed")
 
     def for_calls(
-        self, notation: ToolNotation, tools: Sequence[Mapping[str, Any]], *, several: bool, is_open: bool = False
+        self, notation: ToolNotation, tools: Sequence[Mapping[str, Any]], *, several: bool, is_open: bool = False,
+        after_thoughts: bool = False,
     ) -> Rule:
         """One tool call, or ``several``, in a notation of ``tool_calls``, and nothing else.
 
-        ``is_open``: the tag that opens the first one was written already.
+        ``is_open``: the tag that opens the first one was written already. ``after_thoughts``: as in ``from_schema``.
         """
         functions = [tool["function"] for tool in tools]
-        first = "inner" if is_open else "/[ \\n]{0,4}/ call"
+        first = "inner" if is_open else f"{_BLANKS * after_thoughts}call"
         lark = "\n".join([
             f"start: {first} (NL call)*" if several else f"start: {first}",
             "NL: /\\n{0,2}/",
@@ -120,13 +128,22 @@ class _Vocabulary:
         return self._tokenizer.encode(text.decode(errors="replace"), add_special=False, parse_special=False)
 
 
-def _schema_text(schema: object) -> str:
-    if isinstance(schema, dict):
-        schema = schema | {"x-guidance": _JSON}
+@contextmanager
+def _not_too_deep() -> Iterator[None]:
     try:
-        text = json.dumps(schema)
+        yield
     except RecursionError:
         _refuse("JSON schema conversion failed", "it is nested too deeply")
+
+
+def _closed(schema: Mapping[str, Any]) -> dict[str, Any]:
+    with _not_too_deep():
+        return closed(schema)
+
+
+def _schema_text(schema: dict[str, Any]) -> str:
+    with _not_too_deep():
+        text = json.dumps(schema | {"x-guidance": _JSON})
     if len(text) > MAX_GRAMMAR_CHARS:
         _refuse("JSON schema conversion failed", f"it has {len(text)} characters, at most {MAX_GRAMMAR_CHARS} are read")
     return text
@@ -134,12 +151,14 @@ def _schema_text(schema: object) -> str:
 
 def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
     parameters = function.get("parameters")
-    return dict(parameters) if isinstance(parameters, Mapping) and parameters else {"type": "object"}
+    return _closed(parameters if isinstance(parameters, Mapping) and parameters else {"type": "object"})
 
 
 def _json_calls(functions: Sequence[Mapping[str, Any]]) -> list[str]:
-    calls = [{"type": "object", "properties": {"name": {"const": f["name"]}, "arguments": _parameters(f)},
-              "required": ["name", "arguments"], "additionalProperties": False} for f in functions]
+    # An id of its own makes each schema the root of its references.
+    calls = [{"type": "object", "properties": {
+                  "name": {"const": f["name"]}, "arguments": {"$id": f"urn:kvs:{index}"} | _parameters(f)},
+              "required": ["name", "arguments"], "additionalProperties": False} for index, f in enumerate(functions)]
     schema = calls[0] if len(calls) == 1 else {"anyOf": calls}
     newline, end = _text("\n"), _text(f"\n{CALL_END}")
     return [f"inner: {newline} body {end}", f"body: %json {_schema_text(schema)}"]
@@ -154,23 +173,27 @@ def _xml_calls(functions: Sequence[Mapping[str, Any]]) -> list[str]:
         schema = _parameters(function)
         properties = schema.get("properties")
         required = schema.get("required")
+        named: dict[str, Any] = {keyword: schema[keyword] for keyword in ("$defs", "definitions") if keyword in schema}
         parts = [_text(f"\n<function={function['name']}>\n")]
         for number, (name, each) in enumerate(dict(properties if isinstance(properties, Mapping) else {}).items()):
             rule = f"f{index}p{number}"
             begin = _text(f"<parameter={name}>\n")
-            rules.append(f"{rule}: {begin} {_xml_value(each, end)}")
+            rules.append(f"{rule}: {begin} {_xml_value(each, end, named)}")
             parts.append(rule if isinstance(required, list) and name in required else f"{rule}?")
         rules.append(f"f{index}: {' '.join(parts)} {close}")
     return rules
 
 
-def _xml_value(schema: object, end: str) -> str:
-    """A parameter's value and its end: strings stand as they are, everything else is JSON."""
-    kind = schema.get("type") if isinstance(schema, Mapping) else None
-    choices = schema.get("enum") if isinstance(schema, Mapping) else None
+def _xml_value(schema: object, end: str, named: dict[str, Any]) -> str:
+    """A parameter's value and its end: strings stand as they are, everything else is JSON.
+
+    ``named``: the parameters' definitions, for references to them.
+    """
+    schema = schema if isinstance(schema, dict) else {}
+    kind, choices = schema.get("type"), schema.get("enum")
     if isinstance(choices, list) and choices and all(isinstance(choice, str) for choice in choices):
         return f"({' | '.join(_text(choice) for choice in choices)}) {end}"
-    return "text" if kind in (None, "string") else f"%json {_schema_text(schema)} {end}"
+    return "text" if kind in (None, "string") else f"%json {_schema_text(schema | named)} {end}"
 
 
 def _text(text: str) -> str:

@@ -153,7 +153,8 @@ SETTINGS = (
     _constraint("grammar_file", ("--grammar-file",), PATH,
         "The same, in a file."),
     _constraint("json_schema", ("-j", "--json-schema"), JSON_OBJECT,
-        "JSON schema that the text has to follow, {}: any object; for serve: as with --grammar."),
+        "JSON schema that the text has to follow, {}: any object; where it lists properties there are no others "
+        "unless additionalProperties says so; for serve: as with --grammar."),
     _constraint("json_schema_file", ("-jf", "--json-schema-file"), PATH,
         "The same, in a file."),
 )

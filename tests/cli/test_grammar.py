@@ -32,7 +32,8 @@ def test_a_grammar_holds_for_the_whole_text(kvs: Kvs, tiny_llama: Path, tmp_path
 
 
 def test_a_schema_gives_json(kvs: Kvs, tiny_qwen35: Path, tmp_path: Path) -> None:
-    """By flag, by file and by a configuration; the text ends where its JSON does. An empty schema: any object."""
+    """By flag, by file and by a configuration; the text begins and ends where its JSON does. An empty schema: any
+    object. Where properties are listed, there are no others."""
     file = tmp_path / "sea.json"
     file.write_text(SEA)
     config = tmp_path / "config.yaml"
@@ -42,7 +43,13 @@ def test_a_schema_gives_json(kvs: Kvs, tiny_qwen35: Path, tmp_path: Path) -> Non
         result = kvs(*command, *flags).json
         assert result["stop_reason"] == "eos"
         assert json.loads(result["text"]) in ({"sea": 1}, {"sea": 2})
-    assert kvs(*command, "-j", "{}", "-n", "12").json["text"].lstrip(" \n")[0] == "{"
+    [newline] = tokenizer_of(tiny_qwen35).encode("\n", add_special=False)
+    assert kvs(*command, "-j", "{}", "-n", "12", "-l", f"{newline}+1000").json["text"].startswith("{\n\n")
+    [comma] = tokenizer_of(tiny_qwen35).encode(",", add_special=False)
+    open_sea = json.dumps(json.loads(SEA) | {"additionalProperties": True})
+    listed = json.dumps({"properties": {"sea": {"const": 1}}, "required": ["sea"]})
+    assert kvs(*command, "-j", open_sea, "-l", f"{comma}+1000", "-n", "20").json["stop_reason"] == "length"
+    assert json.loads(kvs(*command, "-j", listed, "-l", f"{comma}+1000").json["text"]) == {"sea": 1}
 
 
 @pytest.mark.parametrize("thinks", [True, False])
@@ -67,6 +74,17 @@ def test_the_end_of_thoughts_begins_the_grammar(kvs: Kvs, tiny_qwen35: Path) -> 
     result = kvs("run", "-m", tiny_qwen35, "--chat", "--chat-template", "{{ messages[0].content }}<think>\n", "-p", "x",
                  "-n", "9", *GREEDY, "-l", f"{end}+1000", "--grammar", 'root ::= "abc"', "--json").json
     assert (result["text"], result["stop_reason"]) == ("</think>abc", "eos")
+
+
+def test_white_space_comes_between_thoughts_and_json(kvs: Kvs, tiny_qwen35: Path, tmp_path: Path) -> None:
+    """Up to four characters of it, since models write some there; also where a saved session goes on."""
+    [end], [newline] = (tokenizer_of(tiny_qwen35).encode(text, add_special=False) for text in ("</think>", "\n"))
+    chat = ("run", "-m", tiny_qwen35, "--chat", "--chat-template", "{{ messages[0].content }}<think>\n", *GREEDY)
+    ruled = (*chat, "-n", "20", "-l", f"{end}+1000", "-l", f"{newline}+500", "-j", SEA, "--json")
+    assert kvs(*ruled, "-p", "x").json["text"].startswith("</think>\n\n\n\n{\n\n")
+    assert kvs(*chat, "-p", "x", "-n", "0", "--session", tmp_path / "saved").code == 0
+    goes_on = kvs(*ruled, "-p", "", "--session", tmp_path / "saved").json
+    assert goes_on["text"].startswith("</think>\n\n\n\n{\n\n")
 
 
 @pytest.mark.parametrize(("flags", "words"), [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -281,11 +282,68 @@ def test_the_history_counts_where_the_weights_are(kvs: Kvs, tiny_llama: Path, fr
     error = kvs("plan", tiny_llama, *SMALL, *flags).error
     assert f"the history of a full context takes {mib_ceil(history)} MiB, " in error
     assert "are left in cpu beside weights of" in error
-    assert ": 1 MiB too many; use a smaller arena, --ctx-size or KV type" in error
+    assert ": 1 MiB too many; use " in error
     free(needed // MIB - 2)
     error = kvs("plan", tiny_llama, *SMALL, *flags).error
-    assert f"cpu has {needed // MIB - 2} MiB free: 3 MiB too many; use a smaller arena" in error
+    assert f"cpu has {needed // MIB - 2} MiB free: 3 MiB too many; use a smaller model" in error
     assert "history" not in error
+
+
+def advised(error: str) -> list[list[str]]:
+    """The flags of each way out that an error names, with their values."""
+    ways = error.rpartition("; ")[2].split(", or ")
+    return [[word for pair in re.findall(r"(--[a-z-]+) (?:to )?(\w+)", way) for word in pair] for way in ways]
+
+
+@pytest.mark.parametrize(("context", "lacks_mib", "ways"), [
+    (16384, 1, "use --cache-type-k q4_0 and --cache-type-v q4_0, or lower --ctx-size to 8192, or use "
+               "--kv-stream-arena-mib 2"),
+    (32768, 5, "use --cache-type-k q4_0 and --cache-type-v q4_0, or lower --ctx-size to 16384"),
+    (32768, 12, "lower --ctx-size to 16384"),
+])
+def test_what_is_advised_where_it_does_not_fit_is_enough(
+    kvs: Kvs, tiny_llama: Path, free: Callable[[int], None], context: int, lacks_mib: int, ways: str
+) -> None:
+    """Smaller KV types and a shorter context come first, then a smaller arena; each only where it is enough by itself,
+    with the largest value that is."""
+    flags = ("-c", str(context), "--kv-stream-arena-mib", "3")
+    free(1000)
+    enough = mib_ceil(plan(kvs, tiny_llama, *flags)["memory"]["host_needed_bytes"])
+    free(enough - lacks_mib)
+    error = kvs("plan", tiny_llama, *SMALL, *flags).error
+    assert error.endswith(f"{lacks_mib} MiB too many; {ways}")
+    for way in advised(error):
+        assert plan(kvs, tiny_llama, *flags, *way)["memory"]["fits"]
+
+
+def test_a_pool_that_was_given_is_what_gets_smaller(
+    kvs: Kvs, tiny_llama: Path, free: Callable[[int], None]
+) -> None:
+    """Not the arena, which cannot be given beside it."""
+    flags = ("-c", "16384", "--kv-stream-pool-mib", "3")
+    free(1000)
+    free(mib_ceil(plan(kvs, tiny_llama, *flags)["memory"]["host_needed_bytes"]) - 2)
+    error = kvs("plan", tiny_llama, *SMALL, *flags).error
+    assert error.endswith(", or lower --ctx-size to 8192, or use --kv-stream-pool-mib 1")
+    assert plan(kvs, tiny_llama, *flags, *advised(error)[-1])["memory"]["fits"]
+
+
+def test_types_and_context_together_where_neither_is_enough(
+    kvs: Kvs, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1,024 tokens are the fewest that are advised; with no room for these either it takes a smaller model."""
+    flags = ("-c", "2048", "--kv-stream-arena-mib", "1")
+    memory = plan(kvs, tiny_llama, *flags)["memory"]
+    history = memory["history_bytes"]   # q8_0 and q4_0: 34 and 18 bytes of 32 numbers
+    assert history % (2 * 52) == 0
+    least = history // 2 * 36 // 52
+    monkeypatch.setattr(HostDevice, "free_bytes", lambda self: memory["needed_bytes"] + least)
+    error = kvs("plan", tiny_llama, *SMALL, *flags).error
+    assert error.endswith("; use --cache-type-k q4_0, --cache-type-v q4_0, and lower --ctx-size to 1024")
+    [way] = advised(error)
+    assert plan(kvs, tiny_llama, *flags, *way)["memory"]["fits"]
+    monkeypatch.setattr(HostDevice, "free_bytes", lambda self: memory["needed_bytes"] + least - 1)
+    assert kvs("plan", tiny_llama, *SMALL, *flags).error.endswith("; use a smaller model")
 
 
 def test_the_history_counts_as_host_memory(
@@ -310,11 +368,17 @@ def test_the_history_counts_as_host_memory(
     ram(history - 2)
     error = kvs("plan", tiny_llama, *SMALL, *flags).error
     assert error == (f"does not fit: the history of a full context takes {history} MiB, {history - 2} MiB are left in "
-                     "host memory: 2 MiB too many; use a smaller --ctx-size or KV type")
+                     "host memory: 2 MiB too many; use --cache-type-k q4_0 and --cache-type-v q4_0, or lower "
+                     "--ctx-size to 8192")   # no arena: it takes none of that memory
     free(1)
     error = kvs("plan", tiny_llama, *SMALL, *flags).error
     assert "cpu has 1 MiB free: " in error
     assert f"; and the history of a full context takes {history} MiB, {history - 2} MiB are left in host" in error
+    assert error.endswith("; use a smaller model")
+    ram(history)
+    free(mib_ceil(memory["needed_bytes"]) - 1)
+    error = kvs("plan", tiny_llama, *SMALL, *flags, "-ngl", "all").error
+    assert error.endswith(" MiB free: 1 MiB too many; use --kv-stream-arena-mib 2")
 
 
 def test_what_the_history_of_sliding_windows_counts(

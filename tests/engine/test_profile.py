@@ -155,6 +155,13 @@ def test_layers_keep_the_smallest_window_that_will_do() -> None:
     assert profile.window_layers(0.6) == (LayerWindow(3, 11, 16), LayerWindow(15, 23, 16))
 
 
+@pytest.mark.parametrize(("tokens", "kept"), [(64, None), (65, 64)])
+def test_a_window_that_no_row_sees_beyond_is_not_kept(tokens: int, kept: int | None) -> None:
+    """Nothing lies outside of it, since nothing can."""
+    profile = Profile(tokens, (16, 64), (LayerProfile(0, 0, (0.068, 0.0)), LayerProfile(1, 0, (0.001, 0.0))))
+    assert profile.window_layers(0.01) == (LayerWindow(0, 0, kept), LayerWindow(1, 1, 16))
+
+
 @pytest.mark.parametrize("name", MACHINES)
 @pytest.mark.parametrize("arch", [pytest.param("llama", marks=FOR_LONG), "qwen35"])
 def test_a_gpu_finds_what_the_host_finds(name: str, arch: str, tmp_path: Path) -> None:

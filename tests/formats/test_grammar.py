@@ -63,6 +63,78 @@ def test_texts_conform(compiler: GrammarCompiler, tokenizer: Tokenizer, seed: in
     assert json.loads(write(compiler.from_schema(schema), tokenizer, seed))["n"] in range(3, 100)
 
 
+def accepts(rule: Rule, tokenizer: Tokenizer, text: str) -> bool:
+    """Whether the whole text is one that the rule allows, by the longest tokens that it allows."""
+    left = text.encode()
+    while left:
+        pieces = {int(token): tokenizer.token_bytes(int(token)) for token in np.flatnonzero(rule.allowed())}
+        fitting = [token for token, piece in pieces.items() if piece and left.startswith(piece)]
+        if not fitting:
+            return False
+        token = max(fitting, key=lambda token: len(pieces[token]))
+        rule.accept(token)
+        left = left[len(pieces[token]) :]
+    return any(rule.allowed()[token] for token in tokenizer.eog_ids)
+
+
+SEA = {"type": "object", "properties": {"deep": {"type": "boolean"}}, "required": ["deep"]}
+
+
+@pytest.mark.parametrize("text", ['{"deep":true}', '{ "deep" : true }', '{\n\n\t"deep": true\n}'])
+def test_text_of_a_schema(compiler: GrammarCompiler, tokenizer: Tokenizer, text: str) -> None:
+    """It begins and ends with the value; between the parts of it there is a blank, or a line end or two with up to 20
+    blanks or tabs. Behind thoughts, white space may come before it."""
+    assert accepts(compiler.from_schema(SEA), tokenizer, text)
+    for other in (" " + text, "\n" + text, text + " ", text + "\n"):
+        assert not accepts(compiler.from_schema(SEA), tokenizer, other)
+    assert accepts(compiler.from_schema(SEA, after_thoughts=True), tokenizer, "\n\n" + text)
+    assert not accepts(compiler.from_schema(SEA, after_thoughts=True), tokenizer, "\n" * 5 + text)
+
+
+@pytest.mark.parametrize(("between", "fits"), [("\n" + " " * 20, True), ("\n" + " " * 21, False), ("\n\n\n", False),
+                                               ("  ", False), ("\t", False), ("\r\n", False)])
+def test_white_space_of_a_schema(compiler: GrammarCompiler, tokenizer: Tokenizer, between: str, fits: bool) -> None:
+    """Bounded, so that a model cannot stay in it."""
+    assert accepts(compiler.from_schema(SEA), tokenizer, f'{{{between}"deep":true}}') is fits
+
+
+def test_other_properties_of_a_schema(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    """Where properties are listed there are no others, unless the schema says so; an object without any is open."""
+    more = '{"deep":true,"blue":1}'
+    assert not accepts(compiler.from_schema(SEA), tokenizer, more)
+    assert accepts(compiler.from_schema(SEA | {"additionalProperties": True}), tokenizer, more)
+    assert accepts(compiler.from_schema(SEA | {"additionalProperties": {"type": "integer"}}), tokenizer, more)
+    assert accepts(compiler.from_schema({"type": "object"}), tokenizer, more)
+    assert accepts(compiler.from_schema({}), tokenizer, more)
+
+
+@pytest.mark.parametrize("notation", ToolNotation)
+@pytest.mark.parametrize(("arguments", "fits"), [({"at": {"deep": True}}, True), ({"at": {"deep": 1}}, False),
+                                                 ({"at": {"deep": True, "blue": 1}}, False)])
+def test_a_call_with_definitions(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, notation: ToolNotation, arguments: dict[str, Any], fits: bool
+) -> None:
+    """Definitions of a tool's parameters are found, and closed like every object. A call begins with its tag; behind
+    thoughts, white space may come before it. Another tool's definition of the same name is another."""
+    dive, fly = ({"function": {"name": name, "parameters": {
+        "type": "object", "properties": {"at": {"type": "object", "allOf": [{"$ref": "#/$defs/place"}]}},
+        "required": ["at"], "$defs": {"place": place},
+    }}} for name, place in (("dive", SEA), ("fly", {"type": "object"})))
+    value = json.dumps(arguments["at"])
+    call = "<tool_call>\n" + (
+        f"<function=dive>\n<parameter=at>\n{value}\n</parameter>\n</function>" if notation is ToolNotation.XML
+        else json.dumps({"name": "dive", "arguments": arguments})
+    ) + "\n</tool_call>"
+
+    def rule(**about: bool) -> Rule:
+        return compiler.for_calls(notation, [dive, fly], several=False, **about)
+
+    assert accepts(rule(), tokenizer, call) is fits
+    assert not accepts(rule(), tokenizer, "\n" + call)
+    assert accepts(rule(after_thoughts=True), tokenizer, "\n\n" + call) is fits
+    assert accepts(rule(), tokenizer, call.replace("dive", "fly"))
+
+
 @pytest.mark.parametrize("notation", ToolNotation)
 @pytest.mark.parametrize("opened", [False, True])
 def test_calls_conform(compiler: GrammarCompiler, tokenizer: Tokenizer, notation: ToolNotation, opened: bool) -> None:

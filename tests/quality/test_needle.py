@@ -49,6 +49,13 @@ def test_a_model_that_knows_nothing_finds_nothing(kvs: Kvs, tiny_qwen35: Path, s
     assert len({row["expected"] for row in result["rows"]}) == 6
 
 
+def test_the_context_is_that_of_a_run(kvs: Kvs, tiny_qwen35: Path, story: Path) -> None:
+    """--ctx-size is rounded up to a multiple of 256: a prompt of 500 tokens and its answer have room in 300."""
+    common = ("bench", "needle", "-m", tiny_qwen35, "--depths", "0", "--facts", "1", *SMALL_PAGES, "--text-file", story)
+    assert kvs(*common, "--lengths", "500", "-c", "300", "--json").json["prompts"] == 1
+    assert "tokens are needed, the context holds 512; raise" in kvs(*common, "--lengths", "512", "-c", "300").error
+
+
 def test_the_heat_map_is_drawn(kvs: Kvs, tiny_llama: Path, story: Path, tmp_path: Path) -> None:
     """A PNG where matplotlib is there."""
     pytest.importorskip("matplotlib")
@@ -98,7 +105,7 @@ def test_after_ctrl_c_what_was_found_is_written(
     [
         (("--lengths", "100"), "--lengths 100: 8 facts and a question take"),
         (("--lengths", "40000"), "--lengths: 400"),
-        (("--lengths", "2048", "-c", "1024"), "the context holds 1024; raise --ctx-size or lower --lengths"),
+        (("--lengths", "2048", "-c", "1000"), "the context holds 1024; raise --ctx-size or lower --lengths"),
         (("--lengths", "1024:512:1"), "--lengths 1024:512:1: give numbers from 64"),
         (("--lengths", "many"), "--lengths 'many': give numbers such as 64,"),
         (("--lengths", "64:100000000:1"), "at most 1000 numbers are taken"),

@@ -21,20 +21,22 @@ COMMON = ("profile-layers", "--windows", "40,100,5000", *SMALL_PAGES)
 def test_table_and_files_are_what_was_measured(
     kvs: Kvs, tiny_llama: Path, tiny_qwen35: Path, story: Path, tmp_path: Path, arch: str
 ) -> None:
-    """Of the text's first tokens behind a BOS, where there is one: by layer, in per cent, in all forms."""
+    """Of the text's first tokens behind a BOS, where there is one, by layer, in per cent, in all forms: as many as the
+    context holds, which rounds --ctx-size 300 up to 512."""
     path = tiny_llama if arch == "llama" else tiny_qwen35
     folder = tmp_path / "a" / "out"
     ended = kvs(*COMMON, "-m", path, "--text", story, "-c", "300", "--threshold", "60", "--output", folder)
     assert ended.code == 0, ended.err
     with engine(path, kv=kv_settings("q8_0", "q8_0"), context=300) as built:
-        tokens = tokenizer_of(path).encode(story.read_text(encoding="utf-8"), parse_special=False)[:300]
+        tokens = tokenizer_of(path).encode(story.read_text(encoding="utf-8"), parse_special=False)[:512]
+        assert built.context.context_tokens == 512
         profile = profile_layers(built, tokens, (40, 100, 5000))
         longest = built.spec.n_ctx_most
     shares = {layer.layer: [100 * share for share in layer.outside] for layer in profile.layers}
-    keeps = {number: "40" if row[0] < 60 else "100" if row[1] < 60 else "5000" for number, row in shares.items()}
+    keeps = {number: "40" if row[0] < 60 else "100" if row[1] < 60 else "all" for number, row in shares.items()}
 
     result = json.loads((folder / "profile-layers.json").read_text())
-    assert result["tokens"] == 300
+    assert result["tokens"] == 512
     assert {layer["layer"]: layer["outside_pct"] for layer in result["layers"]} == shares
     assert {layer["layer"]: layer["keeps"] for layer in result["layers"]} == keeps
     with open(folder / "profile-layers.csv", encoding="utf-8") as file:
@@ -45,13 +47,29 @@ def test_table_and_files_are_what_was_measured(
     assert lines[0].split() == ["layer", "40", "100", "5,000", "keeps"]
     for line, (number, row) in zip(lines[1:], shares.items(), strict=False):
         assert line.split() == [str(number), *(part for share in row for part in (f"{share:.2f}", "%")), keeps[number]]
-    assert "reading the text: 300 tokens in " in ended.err
-    assert "--windows 5000: 300 tokens are read, so nothing can lie outside" in ended.err
+    assert "reading the text: 512 tokens in " in ended.err
+    assert "--windows 5000: 512 tokens are read, so nothing can lie outside" in ended.err
 
     text = (folder / "profile-layers.yaml").read_text()
     assert text.startswith("# Which KV stays on the device, for speed alone: the text is the same whatever this says.")
     assert ("kv-window-tokens" in text) == (arch == "qwen35")
     assert arch == "llama" or f"kv-window-tokens: {longest} " in text
+
+
+def test_a_window_as_long_as_the_text_is_not_kept(kvs: Kvs, tiny_llama: Path, story: Path, tmp_path: Path) -> None:
+    """Nothing can lie outside of it, so it was not measured: layers with more than the threshold outside all others
+    keep all, in the table, JSON, CSV and YAML; with one token more of text it is measured, and kept."""
+    common = ("profile-layers", *SMALL_PAGES, "-m", tiny_llama, "--text", story, "-c", "512")
+    ended = kvs(*common, "--windows", "40,512,5000", "--output", tmp_path)
+    assert "--windows 512,5000: 512 tokens are read, so nothing can lie outside: 0 % says nothing" in ended.err
+    layers = json.loads((tmp_path / "profile-layers.json").read_text())["layers"]
+    assert [layer["keeps"] for layer in layers] == ["all"] * 4
+    assert all(first > 1 and not any(rest) for first, *rest in (layer["outside_pct"] for layer in layers))
+    assert 'kv-window-layers: "0-3=all"' in (tmp_path / "profile-layers.yaml").read_text()
+    assert [line.split()[-1] for line in ended.out.splitlines()[1:5]] == ["all"] * 4
+    assert ended.out.splitlines()[-1].endswith(": --kv-window-layers 0-3=all")
+    kept = kvs(*common, "--windows", "40,511,5000", "--json").json
+    assert kept["kv_window_layers"] == "0-3=511"
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen35"])
@@ -124,7 +142,7 @@ def test_the_heat_map_is_drawn(
     [
         (("--windows", "0,10"), "--windows 0: give numbers from 1"),
         (("--windows", "many"), "--windows 'many': give numbers such as 1,"),
-        (("--windows", "1000", "-c", "1000"), "--windows: 1001 tokens are needed, the context holds 1000; raise --"),
+        (("--windows", "1024", "-c", "1000"), "--windows: 1025 tokens are needed, the context holds 1024; raise --"),
         (("--windows", "9000"), "--windows: 9001 tokens of text are needed, "),
         (("--windows", "9000"), "; give a longer --text or lower --windows"),
         (("--windows", "40000"), "the context holds 32768; the model was trained for no more: lower --windows"),
