@@ -12,6 +12,7 @@ from kvs_core.engine.arena_size import arena_for
 from kvs_core.engine.budget import BudgetDevice, Drafting, plan_budget
 from kvs_core.engine.forecast import Point, Rounds, Setup, contexts, forecast
 from kvs_core.engine.held import cache_limit_bytes, held_on_cuda, held_on_host, held_weights
+from kvs_core.engine.levers import Bounds
 from kvs_core.engine.rates import Found, find_rates, forget_rates
 from kvs_core.engine.spill import spilled_bytes
 from kvs_core.engine.split import plan_split
@@ -112,9 +113,10 @@ def _setup(
     """``BudgetError`` for an arena that could not run this context."""
     drafting = Drafting.of(settings.speculative.types)
     drafting.check(model.spec)
+    bounds = Bounds(ubatch_tokens=settings.speculative.verify_rows)
     split = plan_split(
         model.file, model.spec, settings.context, kv, device, drafting=drafting,
-        gpu_layers=gpu_layers(settings.device, device, model.spec),
+        gpu_layers=gpu_layers(settings.device, device, model.spec), bounds=bounds,
     )
     held = held_on_host(free_bytes, split.passing) if device.is_host else held_on_cuda
     weights = held_weights(
@@ -124,7 +126,7 @@ def _setup(
     loaded = weights.size_bytes + drafting.table_bytes(model.spec)
     budget = plan_budget(
         model.spec, settings.context, kv, free_bytes=max(0, free_bytes - loaded),
-        device=BudgetDevice.of(device), drafting=drafting, ring_bytes=split.ring.size_bytes,
+        device=BudgetDevice.of(device), drafting=drafting, ring_bytes=split.ring.size_bytes, bounds=bounds,
     )
     setup = Setup.of(model.spec, budget, kv, weights, drafting, split)
     other = setup.state_bytes + budget.memory.arena_bytes
