@@ -172,7 +172,10 @@ def plan_split(
     if device.spills and not can_be:
         can_be = [ALL_STAY] if ALL_STAY in refused else []
     if can_be:
-        split = min(can_be, key=lambda split: refused[split].error.needed_mib)
+        # Raised so far, the arena may have room for another split, of more layers, if not for the KV ring there.
+        can_be.sort(key=lambda split: refused[split].error.needed_mib)
+        enough = (split for split in can_be if chooser.fits(context, raised(refused[split].error.needed_mib)))
+        split = next(enough, can_be[-1])
         raise advised(
             refused[split].error, chooser.fits, context, least, plan, bounds,
             ring_bytes=0 if is_pool else split.ring.size_bytes,

@@ -103,6 +103,19 @@ def test_a_pool_has_room_for_what_is_named() -> None:
     assert fits(context, KvSettings(pool_mib=caught.value.needed_mib), free)
 
 
+def test_rings_of_several_sizes() -> None:
+    """What is named for a KV ring that was asked for is enough where the split that is taken then passes through more
+    of the arena than another would."""
+    file = synthetic_model("qwen3.5-27b:q4_k:mtp")
+    context, gpu = ContextSettings(ctx_size=32768, ubatch=32), cast(Device, Gpu(12856 * MIB))
+    kv = KvSettings(page_tokens=64, arena_mib=15, ring_slots=64)
+    with pytest.raises(BudgetError, match="raise it") as caught:
+        plan_split(file, read_spec(file), context, kv, gpu, gpu_layers=None)
+    raised = replace(kv, arena_mib=caught.value.needed_mib)
+    split = plan_split(file, read_spec(file), context, raised, gpu, gpu_layers=None)
+    assert plan_budget(read_spec(file), context, raised, free_bytes=0, ring_bytes=split.ring.size_bytes)
+
+
 def test_raising_is_no_advice_where_nothing_is_free_for_it() -> None:
     """With no room for the fewest layers and the least arena beside them, the error says so, with a flag that is enough
     where there is one. Where the arena that was given is no part of it, loading says what there is not."""
