@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvs_cli.render import Screen
@@ -19,6 +19,7 @@ from kvs_core.device.choose import open_device
 from kvs_core.engine.budget import Drafting
 from kvs_core.engine.context_shift import most_kept
 from kvs_core.engine.engine import Engine
+from kvs_core.engine.levers import UNBOUND, Bounds
 from kvs_core.errors import SettingsError
 from kvs_core.formats.finite import check_finite
 from kvs_core.formats.gguf import GgufFile, parse_override
@@ -106,17 +107,34 @@ def check_keep(settings: ContextSettings, context: ContextPlan, *, bos: bool) ->
         )
 
 
+def text_bounds(
+    settings: ContextSettings, context: ContextPlan, *, prompt_tokens: int, bos: bool, is_saved: bool
+) -> Bounds:
+    """What a text asks of the context, whatever the memory: room for its prompt and for what context shifts keep.
+
+    is_saved  it goes on in a session's file, which has pages of one kind, and so far no one knows how many
+    bos       see ``check_keep``
+    """
+    if is_saved:
+        return Bounds(context_tokens=context.context_tokens, pages_fixed=True)
+    not_kept = context.context_tokens - most_kept(context.context_tokens, bos=bos)
+    shifted = settings.keep + not_kept if settings.shift and settings.keep >= 0 else 0   # -1 is cut down
+    return Bounds(context_tokens=max(prompt_tokens + 1, shifted))
+
+
 @contextmanager
 def open_engine(
-    model: OpenModel, settings: EngineSettings, screen: Screen, *, pool_bytes: int | None = None
+    model: OpenModel, settings: EngineSettings, screen: Screen, *, pool_bytes: int | None = None,
+    bounds: Bounds = UNBOUND,
 ) -> Iterator[Engine]:
     """An engine with its weights loaded. Whatever ends the block, its threads and memory are given back.
 
     ``pool_bytes``: of KV pages alone, with the workspaces outside, where the settings name no arena and no pool.
+    ``bounds``: of what is said to help where memory is too small, drafts aside.
     """
     # What is wrong is said before the weights are read.
     context = settings.context.plan(model.spec.n_ctx_train, model.spec.n_ctx_most)
-    verify_width(
+    rows = verify_width(
         settings.speculative, ubatch_tokens=context.ubatch_tokens, context_tokens=context.context_tokens
     )
     device = open_device(settings.device)
@@ -128,6 +146,7 @@ def open_engine(
                 drafting=Drafting.of(settings.speculative.types),
                 progress=stage("loading weights", "bytes"), kernel_progress=stage("compiling", "kernels"),
                 pool_bytes=pool_bytes, gpu_layers=gpu_layers(settings.device, device, model.spec),
+                bounds=replace(bounds, ubatch_tokens=rows),
             )
         _log_weights(engine, settings)
         engine.warm_up()

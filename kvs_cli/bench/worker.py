@@ -29,6 +29,7 @@ from kvs_cli.options import parse
 from kvs_cli.render import Screen
 from kvs_core.engine.arena_size import arena_for
 from kvs_core.engine.engine import Engine
+from kvs_core.engine.levers import Bounds
 from kvs_core.engine.measuring import free_bytes
 from kvs_core.errors import LESS_MEMORY, KvsError
 from kvs_core.settings import EngineSettings, LoggingSettings
@@ -95,7 +96,8 @@ def _engine(arguments: list[str]) -> Iterator[tuple[OpenModel, EngineSettings, E
     settings = engine_settings(parsed.values)
     screen = Screen()
     model = open_model(settings.model, screen, settings.rope)
-    with open_engine(model, settings, screen) as engine:
+    context = settings.context.plan(model.spec.n_ctx_train, model.spec.n_ctx_most)   # as --contexts says
+    with open_engine(model, settings, screen, bounds=Bounds(context_tokens=context.context_tokens)) as engine:
         yield model, settings, engine
 
 

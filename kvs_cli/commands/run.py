@@ -19,7 +19,7 @@ from contextlib import closing
 from kvs_cli import ending
 from kvs_cli.constraint import run_constraint
 from kvs_cli.error_object import FAILED, INTERRUPTED, ErrorObject
-from kvs_cli.open_model import OpenModel, check_keep, open_engine, open_model, plan_context
+from kvs_cli.open_model import OpenModel, check_keep, open_engine, open_model, plan_context, text_bounds
 from kvs_cli.prompt import prompt_tokens, read_prompt
 from kvs_cli.render import Screen, end_text, log_summary, print_json, write_text
 from kvs_cli.result import Drafts, RunResult, Timings, model_facts
@@ -48,12 +48,16 @@ def execute(settings: RunSettings, told: ErrorObject) -> int:
     model = open_model(settings.engine.model, screen, settings.engine.rope)
     told.facts |= model_facts(model.file.path, model.spec, synthetic=model.file.synthetic)
     context = plan_context(model, settings.engine)
-    goes_on = not text and settings.session is not None and settings.session.exists()
+    is_saved = settings.session is not None and settings.session.exists()
+    goes_on = not text and is_saved
     prompt = [] if goes_on else prompt_tokens(model, text, settings.chat, context)
     check_keep(settings.engine.context, context, bos=model.tokenizer.add_bos)
     sampler = _sampler(model, settings)
     rule = run_constraint(settings.constraint, model, prompt if settings.chat.enabled else ())
-    with open_engine(model, settings.engine, screen) as engine:
+    bounds = text_bounds(
+        settings.engine.context, context, prompt_tokens=len(prompt), bos=model.tokenizer.add_bos, is_saved=is_saved
+    )
+    with open_engine(model, settings.engine, screen, bounds=bounds) as engine:
         saved = None
         if settings.session is not None:
             saved = SavedText(engine, model, settings.engine.rope, settings.session)

@@ -12,7 +12,7 @@ from kvs_core.engine.arena_size import arena_for
 from kvs_core.engine.budget import BudgetDevice, Drafting, plan_budget
 from kvs_core.engine.forecast import Point, Rounds, Setup, contexts, forecast
 from kvs_core.engine.held import cache_limit_bytes, held_on_cuda, held_on_host, held_weights
-from kvs_core.engine.levers import less_kv
+from kvs_core.engine.levers import Bounds, less_kv
 from kvs_core.engine.rates import Found, find_rates, forget_rates
 from kvs_core.engine.spill import spilled_bytes
 from kvs_core.engine.split import plan_split
@@ -115,9 +115,10 @@ def _setup(
     """``BudgetError`` for an arena that could not run this context."""
     drafting = Drafting.of(settings.speculative.types)
     drafting.check(model.spec)
+    bounds = Bounds(ubatch_tokens=settings.speculative.verify_rows)
     split = plan_split(
         model.file, model.spec, settings.context, kv, device, drafting=drafting,
-        gpu_layers=gpu_layers(settings.device, device, model.spec),
+        gpu_layers=gpu_layers(settings.device, device, model.spec), bounds=bounds,
     )
     held = held_on_host(free_bytes, split.passing) if device.is_host else held_on_cuda
     weights = held_weights(
@@ -127,7 +128,7 @@ def _setup(
     loaded = weights.size_bytes + drafting.table_bytes(model.spec)
     budget = plan_budget(
         model.spec, settings.context, kv, free_bytes=max(0, free_bytes - loaded),
-        device=BudgetDevice.of(device), drafting=drafting, ring_bytes=split.ring.size_bytes,
+        device=BudgetDevice.of(device), drafting=drafting, ring_bytes=split.ring.size_bytes, bounds=bounds,
     )
     setup = Setup.of(model.spec, budget, kv, weights, drafting, split)
     other = setup.state_bytes + budget.memory.arena_bytes
@@ -199,7 +200,7 @@ def _refusal(
 ) -> BudgetError:
     """What lacks, and what would be enough: settings are tried until it is."""
 
-    def fits(context: ContextSettings, kv: KvSettings, ring_bytes: int = 0) -> bool:
+    def fits(context: ContextSettings, kv: KvSettings) -> bool:
         try:
             other = _setup(model, replace(settings, context=context), kv, device, free_bytes)
             _check_kernels(other, model, device)

@@ -22,6 +22,7 @@ from kvs_cli.quality.distance import Bits, Distance, log_probs
 from kvs_cli.quality.setup import Bench, between
 from kvs_core.engine.budget import pool_need
 from kvs_core.engine.engine import Engine
+from kvs_core.engine.levers import Bounds
 from kvs_core.engine.measuring import check_memory
 from kvs_core.engine.session import ubatches
 from kvs_core.errors import BudgetError, DeviceError, SettingsError
@@ -106,9 +107,10 @@ class Comparison:
             *((arena_mib, None) for arena_mib in arenas_mib), *((None, pool_bytes) for pool_bytes in pools)
         ]
         context = replace(self.bench.settings.context, ctx_size=self.context_tokens)
+        bounds = Bounds(context_tokens=self.context_tokens)
         for arena_mib, pool_bytes in sizes:
             try:
-                check_memory(engine, context, self._kv(arena_mib), pool_bytes=pool_bytes)
+                check_memory(engine, context, self._kv(arena_mib), pool_bytes=pool_bytes, bounds=bounds)
             except BudgetError as error:
                 names = {} if self.plan.arenas_mib is None else {"--kv-stream-arena-mib": "--arenas-mib"}
                 raise BudgetError(with_flags(str(error), names), needed_mib=error.needed_mib,

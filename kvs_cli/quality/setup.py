@@ -21,6 +21,7 @@ from kvs_cli.prompt import read_text_file
 from kvs_cli.render import Screen, print_json
 from kvs_core.bench_text import benchmark_text
 from kvs_core.engine.engine import Engine
+from kvs_core.engine.levers import Bounds
 from kvs_core.errors import ContextError, SettingsError
 from kvs_core.settings import EngineSettings, SpeculativeSettings
 from kvs_core.settings.kinds import shown
@@ -104,7 +105,8 @@ class Bench:
         """The model with a context of that size, by other settings if they are given; see ``open_engine``."""
         chosen = settings or self.settings
         chosen = replace(chosen, context=replace(chosen.context, ctx_size=context_tokens))
-        with open_engine(self.model, chosen, self.screen, pool_bytes=pool_bytes) as engine:
+        bounds = Bounds(context_tokens=context_tokens)
+        with open_engine(self.model, chosen, self.screen, pool_bytes=pool_bytes, bounds=bounds) as engine:
             yield engine
 
     def facts(self) -> dict[str, Any]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import mul
 
 from kvs_core.device.base import Device, StepSizes
 from kvs_core.device.workspace import BufferSpec
 from kvs_core.engine.arena_size import PoolNeed, arena_room, plan_memory
-from kvs_core.engine.levers import way_out
+from kvs_core.engine.levers import UNBOUND, Bounds, advised
 from kvs_core.engine.pages import Pages
 from kvs_core.engine.windows import Windows, plan_windows, sliding_pages
 from kvs_core.errors import BudgetError, CapabilityError, KvsError, SettingsError
@@ -217,7 +217,8 @@ class Budget:
 def plan_budget(
     spec: ModelSpec, context: ContextSettings, kv: KvSettings, *,
     free_bytes: int, arena_bytes: int | None = None, pool_bytes: int | None = None,
-    device: BudgetDevice = BudgetDevice(), drafting: Drafting = NO_DRAFTING, ring_bytes: int = 0, advise: bool = True,
+    device: BudgetDevice = BudgetDevice(), drafting: Drafting = NO_DRAFTING, ring_bytes: int = 0,
+    bounds: Bounds | None = UNBOUND,
 ) -> Budget:
     """The budget of a model, from its sizes alone. ``BudgetError`` or ``CapabilityError`` if it cannot be.
 
@@ -226,7 +227,8 @@ def plan_budget(
     device                   what its kernels ask for; by default nothing
     arena_bytes, pool_bytes  exact sizes instead of ``kv.arena_mib`` and ``kv.pool_mib``; arenas in multiples of 256
     ring_bytes               of the arena, through which weights pass: a multiple of 256
-    advise                   where what was given is too small, say what else helps, which takes some trials
+    bounds                   of what is said to help where what was given is too small, which takes some trials; None:
+                             nothing is
     """
     plan = context.plan(spec.n_ctx_train, spec.n_ctx_most)
     _check_plain(spec, plan.context_tokens)
@@ -245,28 +247,35 @@ def plan_budget(
     arena_bytes = kv.arena_mib * MIB if isinstance(kv.arena_mib, int) else arena_bytes
     pool_bytes = pool_bytes if kv.pool_mib is None else kv.pool_mib * MIB
 
-    def fits(context: ContextSettings, kv: KvSettings, ring_bytes: int) -> bool:
+    def fits(context: ContextSettings, kv: KvSettings) -> bool:
         try:
             plan_budget(
                 spec, context, kv, free_bytes=free_bytes, arena_bytes=arena_bytes, pool_bytes=pool_bytes,
-                device=device, drafting=drafting, ring_bytes=ring_bytes, advise=False,
+                device=device, drafting=drafting, ring_bytes=ring_bytes, bounds=None,
             )
         except KvsError:
             return False
         return True
 
-    try:
-        memory = plan_memory(
+    def plan_pool(need: PoolNeed) -> MemoryPlan:
+        return plan_memory(
             pages, need, buffers, arena_bytes=arena_bytes, pool_bytes=pool_bytes,
             room=arena_room(kv, free_bytes - state_bytes(spec), is_host=device.is_host, spills=device.spills),
             ring_bytes=ring_bytes,
         )
-    except BudgetError as error:
-        if not advise or (arena_bytes is None and pool_bytes is None):
+
+    try:
+        try:
+            memory = plan_pool(need)
+        except BudgetError:
+            if windows is None:
+                plan_pool(_with_ring(kv, need))   # what it names is enough for the ring that was asked for
             raise
-        raise BudgetError(
-            f"{error}{way_out(fits, context, kv, plan, ring_bytes)}", needed_mib=error.needed_mib,
-            given_mib=error.given_mib,
+    except BudgetError as error:
+        if bounds is None or (arena_bytes is None and pool_bytes is None):
+            raise
+        raise advised(
+            error, fits, context, kv, plan, bounds, ring_bytes=ring_bytes if pool_bytes is None else 0
         ) from None
     pool_slots = min(memory.slots(phase) for phase in Phase)
     if windows is None:
@@ -308,6 +317,12 @@ def _check_auxiliary(kv: KvSettings, spec: ModelSpec) -> None:
             f"--kv-stream-auxiliary-layers {kv.auxiliary_layers}: the MTP layers of {spec.name} are {len(spec.nextn)}; "
             "give that, or leave it out"
         )
+
+
+def _with_ring(kv: KvSettings, need: PoolNeed) -> PoolNeed:
+    """The same with the ring and the run that were asked for, if not all pages are resident."""
+    slots = need.least_slots - 1 + max(1, kv.ring_slots, kv.run_pages)
+    return replace(need, least_slots=min(slots, need.all_slots))
 
 
 def _check_ring(kv: KvSettings, need: PoolNeed, pool_slots: int) -> None:

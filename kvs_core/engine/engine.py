@@ -24,6 +24,7 @@ from kvs_core.device.base import Device
 from kvs_core.engine.budget import NO_DRAFTING, Drafting
 from kvs_core.engine.captured import CapturedSteps
 from kvs_core.engine.checkpoints import Checkpoint, Checkpoints, ParkedSequence
+from kvs_core.engine.levers import UNBOUND, Bounds
 from kvs_core.engine.loading import load_within_budget
 from kvs_core.engine.reports import KvReport, WeightsReport
 from kvs_core.engine.step import Kept, Step, StepParts
@@ -58,6 +59,7 @@ class Engine:
         arena_bytes: int | None = None,
         pool_bytes: int | None = None,
         gpu_layers: int | None = None,
+        bounds: Bounds = UNBOUND,
     ) -> None:
         """Load the model and reserve all memory. Raises ``KvsError`` of the kind that fits; nothing runs before.
 
@@ -66,6 +68,7 @@ class Engine:
         kernel_progress          hears of kernels that are compiled
         arena_bytes, pool_bytes  exact sizes instead of ``kv.arena_mib`` and ``kv.pool_mib``; arenas in multiples of 256
         gpu_layers               whose weights stay on the device, see ``engine.split``; None: as many as fit
+        bounds                   of what is said to help where memory is too small
         """
         self._device = device
         self._drafting = drafting
@@ -73,6 +76,7 @@ class Engine:
         loaded = load_within_budget(
             file, device, context=context, kv=kv, rope=rope, drafting=drafting, arena_bytes=arena_bytes,
             pool_bytes=pool_bytes, gpu_layers=gpu_layers, progress=progress, kernel_progress=kernel_progress,
+            bounds=bounds,
         )
         self._model, self.split, budget = loaded.model, loaded.split, loaded.budget
         spec, reads = self.spec, drafting.kv_reads(self.spec)

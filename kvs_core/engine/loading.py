@@ -10,6 +10,7 @@ from functools import partial
 
 from kvs_core.device.base import Device
 from kvs_core.engine.budget import Budget, BudgetDevice, Drafting, plan_budget
+from kvs_core.engine.levers import Bounds
 from kvs_core.engine.spill import check_spill
 from kvs_core.engine.split import plan_split
 from kvs_core.errors import CapabilityError
@@ -37,7 +38,7 @@ class Loaded:
 def load_within_budget(
     file: GgufFile, device: Device, *, context: ContextSettings, kv: KvSettings, rope: RopeSettings,
     drafting: Drafting, arena_bytes: int | None, pool_bytes: int | None, gpu_layers: int | None,
-    progress: Progress | None, kernel_progress: Progress | None,
+    progress: Progress | None, kernel_progress: Progress | None, bounds: Bounds,
 ) -> Loaded:
     """Load the model; the arguments are those of ``Engine``. Raises ``KvsError`` of the kind that fits.
 
@@ -49,11 +50,11 @@ def load_within_budget(
         _check_can_forget(spec)
     split = plan_split(
         file, spec, context, kv, device, gpu_layers=gpu_layers, arena_bytes=arena_bytes, pool_bytes=pool_bytes,
-        drafting=drafting,
+        drafting=drafting, bounds=bounds,
     )
     plan = partial(
         plan_budget, spec, context, kv, arena_bytes=arena_bytes, pool_bytes=pool_bytes,
-        device=BudgetDevice.of(device), drafting=drafting, ring_bytes=split.ring.size_bytes,
+        device=BudgetDevice.of(device), drafting=drafting, ring_bytes=split.ring.size_bytes, bounds=bounds,
     )
     first = plan(free_bytes=device.free_bytes())
     for geometry in first.pages.each:   # before the weights

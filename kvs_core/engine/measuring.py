@@ -18,6 +18,7 @@ import numpy as np
 from kvs_core.device.base import PASSED, Fence, PassedFence
 from kvs_core.engine.budget import BudgetDevice, plan_budget
 from kvs_core.engine.engine import Engine
+from kvs_core.engine.levers import UNBOUND, Bounds
 from kvs_core.formats.gguf import GgufFile
 from kvs_core.formats.tokenizer import Tokenizer
 from kvs_core.memory.phases import Phase
@@ -67,12 +68,15 @@ def free_bytes(engine: Engine) -> int:
     return engine._device.free_bytes()
 
 
-def check_memory(engine: Engine, context: ContextSettings, kv: KvSettings, *, pool_bytes: int | None = None) -> None:
+def check_memory(
+    engine: Engine, context: ContextSettings, kv: KvSettings, *, pool_bytes: int | None = None,
+    bounds: Bounds = UNBOUND,
+) -> None:
     """``BudgetError`` or ``SettingsError`` if an engine of the same model on the same device could not have these
-    settings. ``pool_bytes``: as in ``Engine``."""
+    settings. ``pool_bytes``, ``bounds``: as in ``Engine``."""
     plan_budget(
         engine.spec, context, kv, free_bytes=free_bytes(engine), pool_bytes=pool_bytes,
-        device=BudgetDevice.of(engine._device), ring_bytes=engine.split.ring.size_bytes,
+        device=BudgetDevice.of(engine._device), ring_bytes=engine.split.ring.size_bytes, bounds=bounds,
     )
 
 
