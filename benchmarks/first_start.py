@@ -5,6 +5,8 @@
 A synthetic model is written to a folder for temporary files, and read once, so that it comes from memory where memory
 holds it: what is measured is kvs, not a disk. Marks: 30 s without compiled kernels; with them, 1.5 s beyond reading the
 file once from end to end in one thread; weights arrive at 0.8 of that reading's rate.
+
+Python's bytecode is one of the caches: where PYTHONDONTWRITEBYTECODE is set it is made at every start, for about 1 s.
 """
 
 from __future__ import annotations
