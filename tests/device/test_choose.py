@@ -89,7 +89,7 @@ def test_auto_without_a_gpu_says_why_and_takes_the_cpu(
         device = open_device(DeviceSettings(threads=1))
     assert isinstance(device, HostDevice)
     assert caplog.messages == [
-        "device: no GPU is used: there is no driver; install one", f"device: {device.name}, 1 threads"
+        "device: no GPU is used: there is no driver; install one", f"device: {device.name}, 1 thread"
     ]
     device.close()
 
