@@ -16,7 +16,7 @@ from kvs_core.engine.levers import Bounds, less_kv
 from kvs_core.engine.rates import Found, find_rates, forget_rates
 from kvs_core.engine.spill import spilled_bytes
 from kvs_core.engine.split import plan_split
-from kvs_core.errors import BudgetError, CapabilityError
+from kvs_core.errors import BudgetError, CapabilityError, KvsError
 from kvs_core.settings import ContextSettings, EngineSettings, KvSettings
 from kvs_core.settings.serving import CacheSettings
 from kvs_core.units import MIB, mib_ceil
@@ -204,7 +204,7 @@ def _refusal(
         try:
             other = _setup(model, replace(settings, context=context), kv, device, free_bytes)
             _check_kernels(other, model, device)
-        except (BudgetError, CapabilityError):
+        except KvsError:
             return False
         return _lack(other, device, free_bytes, ram_bytes) is None
 
@@ -219,6 +219,11 @@ def _refusal(
             smaller = replace(kv, arena_mib=mib) if kind == "arena" else replace(kv, pool_mib=mib)
             if fits(settings.context, smaller):
                 ways.append(f"use --kv-stream-{kind}-mib {mib}")
+    if not ways and (isinstance(kv.arena_mib, int) or kv.pool_mib is not None):
+        chosen = replace(kv, arena_mib=None, pool_mib=None)
+        flag = "--kv-stream-arena-mib" if kv.pool_mib is None else "--kv-stream-pool-mib"
+        more = [""] if fits(settings.context, chosen) else less_kv(fits, settings.context, chosen, setup.budget.context)
+        ways = [f"leave out {flag}{' and ' if way else ''}{way}" for way in more[:1]]
     return BudgetError(
         f"does not fit: {lack.said}; {', or '.join(ways) or 'use a smaller model'}",
         needed_mib=mib_ceil(lack.needed_bytes), given_mib=lack.given_bytes // MIB,
@@ -251,7 +256,7 @@ def _alternatives(
             fits = _lack(other, device, free_bytes, ram_bytes) is None
             found = forecast(other, find_rates(device, kv).rates, end.tokens, rounds) if fits else None
             yield Alternative(name, kv, found)
-        except BudgetError:
-            yield Alternative(name, kv, None)
         except CapabilityError:
             continue   # a KV type for which there is no code is none to choose
+        except KvsError:   # no room, for it or for a ring that was asked for
+            yield Alternative(name, kv, None)

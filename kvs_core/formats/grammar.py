@@ -28,7 +28,7 @@ from kvs_core.formats.tool_calls import CALL_END, CALL_START, ToolNotation
 MAX_GRAMMAR_CHARS = 1 << 20
 
 # llama.cpp's: without a bound a small model may never leave the white space.
-_JSON = {"whitespace_pattern": r"( |\n{1,2}[ \t]{0,20})?"}
+_JSON = {"whitespace_pattern": r"( |\n{1,2}[ \t]{0,20})?", "coerce_one_of": True}   # oneOf as anyOf
 
 _BLANKS = r"/[ \n]{0,4}/ "
 
@@ -157,7 +157,7 @@ def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
 def _json_calls(functions: Sequence[Mapping[str, Any]]) -> list[str]:
     # An id of its own makes each schema the root of its references.
     calls = [{"type": "object", "properties": {
-                  "name": {"const": f["name"]}, "arguments": {"$id": f"urn:kvs:{index}"} | _parameters(f)},
+                  "name": {"const": f["name"]}, "arguments": _parameters(f) | {"$id": f"urn:kvs:{index}"}},
               "required": ["name", "arguments"], "additionalProperties": False} for index, f in enumerate(functions)]
     schema = calls[0] if len(calls) == 1 else {"anyOf": calls}
     newline, end = _text("\n"), _text(f"\n{CALL_END}")

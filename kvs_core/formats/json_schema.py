@@ -11,11 +11,12 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote
 
-# They say nothing of what a text may be, or, as type does, nothing that other properties could break.
-_SILENT = frozenset((
-    "type", "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$schema",
-    "$id", "$defs", "definitions",
-))  # fmt: skip
+# They say more of an object's properties, or of what lies in a value, than what is joined with them.
+_TELLING = (
+    "properties", "required", "additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames",
+    "minProperties", "maxProperties", "dependentRequired", "dependentSchemas", "enum", "const", "not", "if", "items",
+    "prefixItems", "additionalItems", "contains", "unevaluatedItems",
+)  # fmt: skip
 _JOINED = ("allOf", "anyOf", "oneOf", "$ref")   # other schemas of the same value
 _NAMED = ("properties", "patternProperties")    # schemas by name, of values inside
 _INSIDE = ("additionalProperties", "items", "prefixItems", "additionalItems")
@@ -30,7 +31,8 @@ def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
 
     As it was remains what says itself whether there are others; what shares its value with another schema (``allOf``,
     keywords beside ``$ref`` or ``anyOf``), since each would forbid the other's properties; and what requires
-    properties that it does not list. RecursionError for a schema that is nested too deeply.
+    properties that it does not list; and all of a schema with a reference that is no path, or with an inner ``$id``.
+    RecursionError for a schema that is nested too deeply.
     """
     root: dict[str, Any] = json.loads(json.dumps(schema))
     shares = _shares(root)
@@ -55,7 +57,7 @@ def _shares(root: dict[str, Any]) -> list[tuple[dict[str, Any], bool]] | None:
             return None
         found[id(node)] = node, shared
         joined = [keyword for keyword in _JOINED if keyword in node]
-        beside = shared or len(joined) > 1 or not _SILENT.issuperset(node.keys() - joined)
+        beside = shared or len(joined) > 1 or any(word in node for word in _TELLING)
         for keyword in joined:
             if keyword == "$ref":
                 target = _target(root, node["$ref"])
@@ -101,4 +103,5 @@ def _lists_all(node: dict[str, Any]) -> bool:
     if not isinstance(listed, dict) or not isinstance(required, list) or any(word in node for word in _OPENING):
         return False
     least = node.get("minProperties", 0)
-    return isinstance(least, int) and least <= len(listed) and all(name in listed for name in required)
+    named = all(isinstance(name, str) and name in listed for name in required)
+    return named and isinstance(least, int) and least <= len(listed)

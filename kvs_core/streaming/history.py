@@ -8,7 +8,8 @@ there is RAM, as in WSL, slabs are pageable from then on, until the history is a
 Slabs that layers give back, see ``drop``, are used again for their next ones, as in a ring.
 
 A sequence that is set aside takes its slabs with it, and the next one has to wait for memory to be pinned. A short one,
-which fills little of what is pinned for it, is copied instead: its slabs are there for the next one.
+which fills little of what is pinned for it, is copied instead, away and back: its slabs are there for the next one, and
+wait for another short one while a long one has its own.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from kvs_core.units import MIB, ceil_div
 
 LOGGER = logging.getLogger(__name__)
 
-_MOST_SPARE = 2   # slabs of a layer that slides which wait to be used again
+_MOST_SPARE = 2   # slabs of a layer that slides which wait to be used again; of others one, the first
 _SHORT = 2        # a sequence that fills at most a half of the first slab is
 
 
@@ -124,10 +125,11 @@ class HostHistory:
             return   # there is nothing to be pinned
         for layer, slabs in enumerate(self._slabs):
             last = self._slab_of(layer, pages - 1)
+            following = last.index + 1
             if pages - last.first_page <= last.pages // 2 or last.end_page >= self._capacity_pages:
                 continue
-            if self._ahead[layer] is None and not self._spare[layer] and last.index + 1 not in slabs:
-                self._ahead[layer] = self._helper.submit(self._allocate, layer, last.index + 1)
+            if self._ahead[layer] is None and not self._has_spare(layer, following) and following not in slabs:
+                self._ahead[layer] = self._helper.submit(self._allocate, layer, following)
 
     def ensure_page(self, layer: int, page: int) -> None:
         """Have room for one page and, of a layer that sees everything, those before it. Errors as above."""
@@ -188,30 +190,37 @@ class HostHistory:
     def hand_over(self, pages: int, tokens: int) -> ParkedHistory:
         """Give away pages [0, pages), which hold ``tokens`` tokens, and be empty. Only those of a short sequence are
         copied."""
-        given, kept = self._given(pages), [dict[int, np.ndarray]() for _ in self._slabs]
+        given, kept = self._given(pages), self._first_slabs()
         for layer, slabs in enumerate(given):
+            if 0 not in slabs:
+                continue
             if self._is_short(layer, pages):
-                slabs[0] = np.array(slabs[0])
-                if not isinstance(self._slabs[layer][0], PageableBytes):   # memory may be had for pinning by then
-                    kept[layer][0] = self._slabs[layer][0]
-        self._let_go()
-        self._slabs = kept
+                try:
+                    slabs[0] = copied(slabs[0])
+                    continue
+                except MemoryError:   # nothing may fail here
+                    slabs[0] = self._slabs[layer][0]
+            kept[layer] = None if self._slides(layer) else next(iter(self._spare[layer]), None)
+        self._let_go(kept)
         return ParkedHistory(tokens, self._page_bytes, self.slides, given)
 
     def adopt(self, parked: ParkedHistory) -> None:
         """Be what was handed over, in the same memory; the pages of a short sequence are copied. ``parked`` is used up.
         ``DeviceError`` if there is no memory for them: then it is not, and what is here means nothing."""
-        slabs = [dict(each) for each in parked.slabs]
-        for layer, held in enumerate(slabs):
-            pages = held.get(0)
-            if pages is not None and pages.nbytes < self._slab_bytes(layer, 0):
-                memory = self._slabs[layer].get(0)
-                held[0] = self._take(layer, 0) if memory is None else memory
-                held[0][: pages.nbytes] = pages
-        self._let_go()
-        self._dropped = None
-        self._slabs = slabs
-        self.has_pageable = any(isinstance(part, PageableBytes) for held in slabs for part in held.values())
+        slabs, kept = [dict(each) for each in parked.slabs], self._first_slabs()
+        self.has_pageable = False   # of what was here before
+        try:
+            for layer, held in enumerate(slabs):
+                pages = held.get(0)
+                if pages is not None and pages.nbytes < self._slab_bytes(layer, 0):
+                    memory, kept[layer] = kept[layer], None
+                    held[0] = self._take(layer, 0) if memory is None else memory
+                    held[0][: pages.nbytes] = pages
+            self._let_go(kept)
+            self._dropped = None
+            self._slabs = slabs
+        finally:
+            self.has_pageable = any(isinstance(part, PageableBytes) for held in self._slabs for part in held.values())
 
     def close(self) -> None:
         """Let go of the memory."""
@@ -233,6 +242,16 @@ class HostHistory:
             {index: part for index, part in slabs.items() if index < _slabs_for(pages, slides=self._slides(layer))}
             for layer, slabs in enumerate(self._slabs)
         )
+
+    def _first_slabs(self) -> list[np.ndarray | None]:
+        """Of each layer that sees everything, a first slab that is pinned and can be used again."""
+        found: list[np.ndarray | None] = []
+        for layer, slabs in enumerate(self._slabs):
+            held = slabs.get(0)
+            if held is None or isinstance(held, PageableBytes):   # memory may be had for pinning by then
+                held = next(iter(self._spare[layer]), None)
+            found.append(None if self._slides(layer) else held)
+        return found
 
     def _is_short(self, layer: int, pages: int) -> bool:
         """Whether copying so many pages costs less than to pin what they lie in."""
@@ -260,17 +279,23 @@ class HostHistory:
         self._spare = [[] for _ in self._slabs]
         return had_some
 
+    def _has_spare(self, layer: int, index: int) -> bool:
+        """Whether something waits to be used again that is as large as that slab."""
+        return bool(self._spare[layer]) and (index == 0 or self._slides(layer))
+
     def _empty(self) -> None:
         self._ensured = None
         self._slabs = [{} for _ in self._slabs]
         self._free_spare()
 
-    def _let_go(self) -> None:
+    def _let_go(self, kept: Sequence[np.ndarray | None]) -> None:
+        """Be empty, but for the first slabs of some layers, which wait to be used again."""
         for future in self._ahead:
             if future is not None:
                 future.cancel()   # one that is under way ends, and nobody takes what it has made
         self._ahead = [None for _ in self._slabs]
         self._empty()
+        self._spare = [[] if memory is None else [memory] for memory in kept]
         self.has_pageable = False
 
     def _hold(self, layer: int, index: int) -> None:
@@ -278,13 +303,13 @@ class HostHistory:
         self._ensured = self._dropped = None   # last: to take one may have dropped others
 
     def _take(self, layer: int, index: int) -> np.ndarray:
-        future = None if self._spare[layer] else self._ahead[layer]
+        future = None if self._has_spare(layer, index) else self._ahead[layer]
         if future is not None:
             self._ahead[layer] = None
             with suppress(DeviceError):   # there may be memory now where there was none ahead of need
                 return future.result()
         while True:
-            if self._spare[layer]:
+            if self._has_spare(layer, index):
                 return self._spare[layer].pop()
             try:
                 return self._allocate(layer, index, pinned=not self.has_pageable)
@@ -316,6 +341,11 @@ class HostHistory:
                 f"no host memory for {size / MIB:.1f} MiB more of KV history ({self.size_bytes / MIB:.0f} MiB held, "
                 f"{ram_left()}); lower --ctx-size or use smaller --cache-type-k and --cache-type-v"
             ) from error
+
+
+def copied(pages: np.ndarray) -> np.ndarray:
+    """In memory of its own. ``MemoryError`` if there is none."""
+    return np.array(pages)
 
 
 def _slabs_for(pages: int, *, slides: bool) -> int:

@@ -346,6 +346,25 @@ def test_types_and_context_together_where_neither_is_enough(
     assert kvs("plan", tiny_llama, *SMALL, *flags).error.endswith("; use a smaller model")
 
 
+def test_what_was_only_tried_is_not_refused(kvs: Kvs, tiny_llama: Path, free: Callable[[int], None]) -> None:
+    """A ring that has no room in a smaller arena says nothing of the arena that was given."""
+    flags = ("-c", "16384", "--kv-stream-arena-mib", "4", "--kv-stream-ring-slots", "500")
+    free(1000)
+    free(mib_ceil(plan(kvs, tiny_llama, *flags)["memory"]["host_needed_bytes"]) - 2)
+    assert "does not fit: " in kvs("plan", tiny_llama, *SMALL, *flags).error
+
+
+def test_an_arena_that_can_be_left_out(kvs: Kvs, tiny_llama: Path, free: Callable[[int], None]) -> None:
+    """Where neither it nor anything else is enough by itself, it is left out, and what else is needed is named."""
+    flags = ("-c", "16384", "-ctk", "f32", "-ctv", "f32", "--kv-stream-arena-mib", "12")
+    free(1000)
+    free(12)
+    error = kvs("plan", tiny_llama, *SMALL, *flags).error
+    assert "; leave out --kv-stream-arena-mib and " in error
+    [way] = advised(error)
+    assert plan(kvs, tiny_llama, *flags[:-2], *way[2:])["memory"]["fits"]
+
+
 def test_the_history_counts_as_host_memory(
     kvs: Kvs, tiny_llama: Path, free: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

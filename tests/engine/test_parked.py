@@ -19,6 +19,7 @@ from kvs_core.engine.session import ParkedSession, Session
 from kvs_core.engine.session_file import load_session, save_session
 from kvs_core.errors import DeviceError
 from kvs_core.paging.slabs import slab_of
+from kvs_core.streaming import history
 from tests.engine.tiny import engine, kv_settings
 
 A = [7 + index * 31 % 190 for index in range(300)]
@@ -353,6 +354,68 @@ def test_a_short_one_that_has_no_memory_to_come_back_to_is_whole(path: Path) -> 
         device.fails = ""
         session.unpark(short)
         assert [go_on(session)] == alone(path, B, 1)
+
+
+def test_short_and_long_ones_by_turns_pin_nothing_more(path: Path) -> None:
+    """A long one comes with its own memory; what the short one leaves waits for its return."""
+    device = Failing()
+    with session_on(path, device=device) as session:
+        session.prefill(A)
+        long = session.park()
+        session.prefill(B)
+        short = session.park()
+        device.fails = "allocate"
+        for _ in range(3):
+            session.unpark(long)
+            long = session.park()
+            session.unpark(short)
+            short = session.park()
+        assert device.fails == "allocate"   # nobody asked
+        for parked, prompt in ((long, A), (short, B)):
+            session.unpark(parked)
+            assert [go_on(session)] == alone(path, prompt, 1)
+            session.rewind(0)
+
+
+def test_a_short_one_that_cannot_be_copied_takes_its_memory_along(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RAM for the copy is not there: it is set aside all the same."""
+
+    def full(values: np.ndarray) -> np.ndarray:
+        raise MemoryError
+
+    with session_on(path) as session:
+        session.prefill(B)
+        with monkeypatch.context() as patch:
+            patch.setattr(history, "copied", full)
+            parked = session.park()
+        session.prefill(A)
+        assert [go_on(session)] == alone(path, A, 1)
+        session.rewind(0)
+        session.unpark(parked)
+        assert [go_on(session)] == alone(path, B, 1)
+
+
+def test_what_was_not_pinned_stays_with_the_text_it_was_for(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short one that comes back where a text had pageable memory has pinned memory once there is some."""
+    device = Failing()
+    monkeypatch.setattr(HostDevice, "is_host", False)
+    with session_on(tiny_llama, device=device) as session:
+        kept = session.engine._kv._history
+        session.prefill(A)
+        session.park()
+        session.prefill(B)
+        short = session.park()
+        kept._free_spare()
+        device.most_bytes = 0
+        session.prefill(B[::-1])
+        assert kept.has_pageable
+        device.most_bytes = 1 << 40
+        session.rewind(0)
+        session.unpark(short)
+        assert not kept.has_pageable
+        assert [go_on(session)] == alone(tiny_llama, B, 1)
 
 
 def test_an_empty_engine_is_parked_and_taken_up(path: Path) -> None:

@@ -135,6 +135,26 @@ def test_a_call_with_definitions(
     assert accepts(rule(), tokenizer, call.replace("dive", "fly"))
 
 
+def test_one_of_several(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    """As any of them, as in llama-server, also where they could overlap."""
+    places = {name: {"type": "object", "properties": {name: {"type": "integer"}}} for name in ("a", "b")}
+    schema = {"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}], "$defs": places}
+    for text, fits in (('{"a": 1}', True), ('{"b": 1}', True), ("{}", True), ('{"c": 1}', False)):
+        assert accepts(compiler.from_schema(schema), tokenizer, text) is fits, text
+
+
+def test_tools_whose_schemas_have_one_id(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    """Each has its own definitions all the same."""
+    dive, fly = ({"function": {"name": name, "parameters": {
+        "$id": "urn:x", "type": "object", "properties": {"at": {"$ref": "#/$defs/place"}}, "required": ["at"],
+        "$defs": {"place": {"type": kind}},
+    }}} for name, kind in (("dive", "integer"), ("fly", "boolean")))
+    rule = '<tool_call>\n{"name": "%s", "arguments": {"at": %s}}\n</tool_call>'
+    for name, value, fits in (("dive", "1", True), ("fly", "true", True), ("dive", "true", False), ("fly", "1", False)):
+        made = compiler.for_calls(ToolNotation.JSON, [dive, fly], several=False)
+        assert accepts(made, tokenizer, rule % (name, value)) is fits, (name, value)
+
+
 @pytest.mark.parametrize("notation", ToolNotation)
 @pytest.mark.parametrize("opened", [False, True])
 def test_calls_conform(compiler: GrammarCompiler, tokenizer: Tokenizer, notation: ToolNotation, opened: bool) -> None:
