@@ -25,6 +25,12 @@ def first_command() -> list[str]:
     return words[1:]
 
 
+def test_what_it_prints_is_of_that_command(first_command: list[str]) -> None:
+    """The output below it names the arena that it asks for."""
+    arena_mib = first_command[first_command.index("--kv-stream-arena-mib") + 1]
+    assert f"    KV: adaptive, arena {arena_mib}.0 MiB; " in (ROOT / "README.md").read_text()
+
+
 @pytest.mark.parametrize("machine_name", ["cpu", *MACHINES])
 def test_its_arena_is_large_enough_and_small_enough(
     kvs: Kvs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, first_command: list[str], machine_name: str
