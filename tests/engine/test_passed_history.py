@@ -105,14 +105,15 @@ def fresh(built: Engine, ran: Sequence[Ran], last: int) -> list[bytes]:
 
 def check_memory(built: Engine, places: Sequence[int]) -> None:
     """A layer that slides holds the groups of its window, of the last step and of the checkpoints; if there are none,
-    no more than was planned for. What waits to be used again is little."""
+    no more than was planned for. What waits to be used again is little: of a layer that sees everything a first
+    slab."""
     history = built._kv._history
     rows = max(UBATCH, DECODE_ROWS)
     end = -(-built.committed // PAGE) - 1
     for layer, spec in enumerate(built.spec.kv_layers):
         held = set(history._slabs[layer])
         if not spec.window:
-            assert not history._spare[layer]
+            assert [part.nbytes for part in history._spare[layer]] in ([], [history._slab_bytes(layer, 0)])
             continue
         window = range(max(0, (built.committed - rows) // PAGE - BEFORE) // 4, end // 4 + 2)
         wanted = {group for place in places for group in history.slides.groups(layer, place)}
